@@ -1,0 +1,1 @@
+"""Where prompts are cut and how the pieces are named."""

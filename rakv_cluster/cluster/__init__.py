@@ -1,0 +1,1 @@
+"""The store spread over nodes as Ray actors."""

@@ -1,0 +1,1 @@
+"""One replica's loop: many requests, one forward at a time."""

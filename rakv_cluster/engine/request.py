@@ -1,0 +1,78 @@
+"""What goes into a replica's engine and what comes out, as plain picklable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rakv_cluster.types import (
+    ChunkedPrompt,
+    FinishReason,
+    ReuseMode,
+    SamplingParams,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate (``n`` choices are ``n`` requests with other ``choice_index``).
+
+    ``stop_token_ids`` end generation and are not part of the text (empty under ``ignore_eos``);
+    stop *strings* are the ingress's business, which cancels. ``forced_ids`` were already sent to
+    the client by a replica that died: they are prefilled as output, not emitted again.
+    ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
+    """
+
+    request_id: str
+    prompt: ChunkedPrompt
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    reuse: ReuseMode = ReuseMode.EXACT
+    top_logprobs: int = -1
+    forced_ids: tuple[int, ...] = ()
+    timeout_s: float = 600.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Where a request's prompt came from and where its time went.
+
+    ``ram_tokens + disk_tokens + computed_tokens`` equals the prompt's length. Durations are on
+    the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the store,
+    ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
+    """
+
+    prompt_tokens: int = 0
+    ram_tokens: int = 0
+    disk_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    queue_ms: float = 0.0
+    load_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.ram_tokens + self.disk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """New tokens of one request, at most one event per step.
+
+    ``finish`` is set on a request's last event, and ``stats`` on its first and last. A stop token
+    that ended the request is not in ``token_ids``; ``stop_token_id`` carries it (-1 if none).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int = -1
+    stats: RequestStats | None = None
+    error: str = ""

@@ -1,0 +1,1 @@
+"""KV tensors: shapes, buffers, encoding."""

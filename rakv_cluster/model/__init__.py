@@ -1,0 +1,1 @@
+"""The target model: loading, the forward primitive, sampling."""

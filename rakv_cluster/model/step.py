@@ -1,0 +1,71 @@
+"""The engine's one primitive: run these tokens, at these positions, against these buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows ``[row_start, row_stop)`` of a step: one sequence's tokens in ascending positions.
+
+    Their K/V go into ``buffer`` at their positions; each row attends to every slot up to its own
+    position (in sliding-window layers, to the window before it). Slots between 0 and the span's
+    last position must hold that sequence's KV or be written by this span.
+    """
+
+    buffer: KvBuffer
+    row_start: int
+    row_stop: int
+    first_position: int
+    last_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward over packed rows.
+
+    ``token_ids`` and ``positions`` are int64 ``[T]`` on the CPU (the runner moves them);
+    ``spans`` cover all rows in order; ``logit_rows`` int64 ``[R]`` says for which rows logits are
+    wanted. Positions inside a span ascend strictly; they are usually contiguous, but repair runs
+    scattered ones.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    spans: tuple[Span, ...]
+    logit_rows: torch.Tensor
+
+
+class Runner(Protocol):
+    """A loaded model. Not thread-safe: one engine thread owns it."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the KV it reads and writes."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Most positions a sequence may have."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights and buffers live."""
+        ...
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]`` on ``device``. Writes K/V; leaves lengths alone."""
+        ...

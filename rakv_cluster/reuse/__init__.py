@@ -1,0 +1,1 @@
+"""Which cached chunks a request uses, and how they get into its KV buffer."""

@@ -1,0 +1,1 @@
+"""HTTP surface and the Ray Serve deployments."""

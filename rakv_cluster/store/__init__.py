@@ -1,0 +1,1 @@
+"""Chunk stores behind one batched protocol."""

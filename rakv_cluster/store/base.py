@@ -1,0 +1,109 @@
+"""The store's contract. Batched first; nothing here raises into a request.
+
+A record is one chunk's KV under one key, with its token ids. Fault contract: a missing, damaged,
+late or unreadable record is *absent* from :meth:`ChunkStore.find` or comes back from
+:meth:`ChunkStore.load` as not loaded, and a counter says why. Bytes that come back are the bytes
+that went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """A chunk to store. ``kv`` are the raw bits (``kv.layout.bits``), shape ``layout.shape(n)``.
+
+    ``start`` is the position of its first token; ``cost_ms`` what computing it took;
+    ``numeric_class`` names device type, kernels, threads, grid and dtype that made it.
+    """
+
+    key: bytes
+    namespace: bytes
+    token_ids: tuple[int, ...]
+    start: int
+    layout: KvLayout
+    kv: np.ndarray
+    cost_ms: float
+    numeric_class: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What :meth:`ChunkStore.find` knows about a stored record without reading its KV."""
+
+    token_ids: tuple[int, ...]
+    tier: Tier
+    stored_bytes: int
+    cost_ms: float
+    numeric_class: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """Ask for the first ``len(token_ids)`` tokens of the record under ``key``.
+
+    ``out`` receives the bits: ``[layers, 2, kv_heads, n, head_dim]``, writable, usually a slice
+    of a sequence's buffer. Token ids that differ from the record's make it a miss.
+    """
+
+    key: bytes
+    token_ids: tuple[int, ...]
+    layout: KvLayout
+    out: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Outcome of one :class:`LoadItem`; ``out`` is undefined unless ``ok``."""
+
+    ok: bool
+    tier: Tier
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters since start and current sizes; one value per tier or shard."""
+
+    records: int
+    stored_bytes: int
+    budget_bytes: int
+    counters: Mapping[str, int]
+
+
+class ChunkStore(Protocol):
+    """A tier or a stack of tiers. Methods may be called from any thread."""
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """Those of ``keys`` that are stored. Takes no lock or pin that outlives the call."""
+        ...
+
+    def load(self, items: Sequence[LoadItem]) -> list[Loaded]:
+        """Read KV into each item's ``out``; one outcome per item, in order."""
+        ...
+
+    def put(self, records: Sequence[ChunkRecord]) -> int:
+        """Offer records; returns how many were taken (a full or broken store takes none)."""
+        ...
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove records; returns how many were there."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release everything; the store is not used afterwards."""
+        ...

@@ -1,0 +1,115 @@
+"""Value types that every layer shares. Frozen; no behaviour beyond what their fields imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class ReuseMode(str, Enum):
+    """Which cached KV a request may use (DESIGN.md section 4)."""
+
+    EXACT = "exact"
+    OFF = "off"
+
+
+class Tier(str, Enum):
+    """Where reused KV came from."""
+
+    RAM = "ram"
+    DISK = "disk"
+
+
+class FinishReason(str, Enum):
+    """Why a request ended, in OpenAI's terms where they exist."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of prompt tokens that is stored and reused as one record.
+
+    ``prefix_key`` names this chunk's KV behind everything that stands in front of it;
+    ``content_key`` names the tokens alone.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    content_key: bytes
+    prefix_key: bytes
+
+    @property
+    def end(self) -> int:
+        """Position one past the chunk's last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedPrompt:
+    """A tokenized prompt and its cuts.
+
+    ``chunks`` are contiguous from position 0. Tokens from ``tail_start`` on belong to no complete
+    chunk yet (a later token may still extend them); ``tail_key`` names "whatever was last seen
+    behind the last complete chunk", see :func:`rakv_cluster.chunking.keys.tail_key`.
+    ``segment_start`` is where the last document or message begins: generated tokens continue
+    its cuts.
+    """
+
+    namespace: bytes
+    token_ids: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    segment_start: int
+    tail_key: bytes
+
+    @property
+    def tail_start(self) -> int:
+        """Position of the first token outside every complete chunk."""
+        return self.chunks[-1].end if self.chunks else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How each token is chosen. Greedy is ``temperature == 0``.
+
+    Units and ranges are OpenAI's; ``top_k == 0`` and ``min_p == 0`` switch those cuts off.
+    ``seed`` is always concrete here: the ingress draws one when the client sent none, before the
+    first dispatch, so that a retry on another replica continues the same text.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    choice_index: int = 0
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A MappingProxyType default does not pickle; the bias crosses actors as a plain dict.
+        return (
+            SamplingParams,
+            (
+                self.temperature, self.top_p, self.top_k, self.min_p, self.seed,
+                self.presence_penalty, self.frequency_penalty, self.repetition_penalty,
+                dict(self.logit_bias), self.choice_index,
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an emitted token and of its likeliest alternatives, natural log."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
