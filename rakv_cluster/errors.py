@@ -7,7 +7,8 @@
     |   +-- BodyTooLarge          413  INVALID_ARGUMENT
     +-- Unauthenticated           401  UNAUTHENTICATED
     +-- PermissionDenied          403  PERMISSION_DENIED
-    +-- NotFound                  404  NOT_FOUND           unknown model, document, chunk
+    +-- NotFound                  404  NOT_FOUND           unknown document, chunk
+    |   +-- ModelNotFound         404  NOT_FOUND
     +-- DeadlineExceeded          408  DEADLINE_EXCEEDED
     +-- RequestCancelled          499  CANCELLED
     +-- Overloaded                429  RESOURCE_EXHAUSTED  carries retry_after_s

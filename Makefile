@@ -1,0 +1,42 @@
+# Everything a person or CI runs. Two commands matter: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+LOOPBACK := scripts/loopback
+
+.PHONY: demo serve test lint types unit model clean help
+
+help:            ## show this list
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+model: $(STAMP)  ## fetch and convert the default model into the cache folder
+	$(BIN)/rakv model fetch smollm2
+
+demo: model      ## install, start a one-node service, ask, restart, ask again, print the table
+	$(LOOPBACK) $(BIN)/rakv demo
+
+serve: model     ## the same service, left running until Ctrl-C
+	$(BIN)/rakv serve
+
+lint: $(STAMP)   ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy --strict
+	$(BIN)/mypy
+
+unit: model      ## the tests that start no Ray
+	$(BIN)/pytest -m 'not cluster'
+
+test: lint types model  ## all checks and all tests
+	$(LOOPBACK) $(BIN)/pytest
+
+clean:           ## remove the virtual environment and caches of the tools
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
