@@ -39,13 +39,20 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What :meth:`ChunkStore.find` knows about a stored record without reading its KV."""
+    """What :meth:`ChunkStore.find` knows about a stored record without reading its KV.
+
+    ``stored_bytes`` is what it takes of its tier's budget; the rest is as in the record that was
+    put, so that a tier can hand it on to another.
+    """
 
     token_ids: tuple[int, ...]
     tier: Tier
     stored_bytes: int
     cost_ms: float
     numeric_class: str
+    namespace: bytes
+    start: int
+    created_s: float
 
 
 @dataclass(frozen=True, slots=True)
