@@ -15,26 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.types import Tier
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
-    """A chunk to store. ``kv`` are the raw bits (``kv.layout.bits``), shape ``layout.shape(n)``.
-
-    ``start`` is the position of its first token; ``cost_ms`` what computing it took;
-    ``numeric_class`` names device type, kernels, threads, grid and dtype that made it.
-    """
-
-    key: bytes
-    namespace: bytes
-    token_ids: tuple[int, ...]
-    start: int
-    layout: KvLayout
-    kv: np.ndarray
-    cost_ms: float
-    numeric_class: str
-    created_s: float
+__all__ = ["ChunkRecord", "ChunkStore", "Found", "LoadItem", "Loaded", "StoreStats", "serves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +70,17 @@ class StoreStats:
     stored_bytes: int
     budget_bytes: int
     counters: Mapping[str, int]
+
+
+def serves(stored: Found, token_ids: tuple[int, ...], numeric_class: str) -> bool:
+    """Whether a stored record already serves all that one of these tokens and class could.
+
+    Records under a chunk's key always have equal tokens. An open tail gives way to a longer or a
+    diverging one, never to a prefix of itself; a record of another numeric class gives way to the
+    one in use.
+    """
+    prefix = stored.token_ids[: len(token_ids)]
+    return prefix == token_ids and stored.numeric_class == numeric_class
 
 
 class ChunkStore(Protocol):

@@ -1,0 +1,138 @@
+"""The hot tier: raw KV bits in this process, within a byte budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.store.base import ChunkRecord, Found, Loaded, LoadItem, StoreStats, serves
+from rakv_cluster.store.catalog import Catalog
+from rakv_cluster.store.counters import Counters
+from rakv_cluster.store.eviction import Entry, EvictionPolicy, Lru
+from rakv_cluster.types import Tier
+
+_COUNTERS = ("ram_hits", "ram_misses", "ram_evictions", "ram_refused", "ram_puts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    found: Found
+    record: ChunkRecord
+
+
+class MemoryStore:
+    """Keeps a copy of each record's KV, read-only, so that loads need no lock while copying."""
+
+    def __init__(
+        self, budget_bytes: int, clock: Clock, policy: EvictionPolicy | None = None
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: dict[bytes, _Held] = {}
+        self._catalog = Catalog(budget_bytes, policy or Lru())
+        self._counters = Counters(_COUNTERS)
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        with self._lock:
+            return {key: self._held[key].found for key in keys if key in self._held}
+
+    def load(self, items: Sequence[LoadItem]) -> list[Loaded]:
+        with self._lock:
+            held = [self._held.get(item.key) for item in items]
+        outcomes = [_load(entry, item) for entry, item in zip(held, items, strict=True)]
+        hits = [item.key for item, loaded in zip(items, outcomes, strict=True) if loaded.ok]
+        with self._lock:
+            self._catalog.touch(hits, self._clock.wall_s())
+        self._counters.add("ram_hits", len(hits))
+        self._counters.add("ram_misses", len(items) - len(hits))
+        return outcomes
+
+    def put(self, records: Sequence[ChunkRecord]) -> int:
+        return sum(self._put(record) for record in records)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return sum(self._drop(key) for key in keys)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            records, used = len(self._catalog), self._catalog.used_bytes
+        return StoreStats(records, used, self._catalog.budget_bytes, self._counters.snapshot())
+
+    def close(self) -> None:
+        with self._lock:
+            for key in tuple(self._held):
+                self._drop(key)
+
+    def _put(self, record: ChunkRecord) -> bool:
+        size_bytes = record.kv.nbytes
+        with self._lock:
+            held = self._held.get(record.key)
+            if held is not None and serves(
+                held.found, tuple(record.token_ids), record.numeric_class
+            ):
+                return True
+        if size_bytes > self._catalog.budget_bytes:
+            self._counters.add("ram_refused")
+            return False
+        kept = _Held(
+            _found(record, size_bytes),
+            frozen_copy(record),
+        )
+        with self._lock:
+            self._drop(record.key)
+            victims = self._catalog.victims(size_bytes)
+            for key in victims:
+                del self._held[key]
+                self._catalog.remove(key, evicted=True)
+            self._held[record.key] = kept
+            self._catalog.add(record.key, _entry(record, size_bytes, self._clock.wall_s()))
+        self._counters.add("ram_puts")
+        self._counters.add("ram_evictions", len(victims))
+        return True
+
+    def _drop(self, key: bytes) -> bool:
+        """Remove a record if it is there; the lock is held."""
+        if self._held.pop(key, None) is None:
+            return False
+        self._catalog.remove(key)
+        return True
+
+
+def _load(held: _Held | None, item: LoadItem) -> Loaded:
+    tokens = len(item.token_ids)
+    if (
+        held is None
+        or held.found.token_ids[:tokens] != tuple(item.token_ids)
+        or held.record.layout != item.layout
+    ):
+        return Loaded(ok=False, tier=Tier.RAM)
+    np.copyto(item.out, held.record.kv[:, :, :, :tokens])
+    return Loaded(ok=True, tier=Tier.RAM, stored_bytes=held.found.stored_bytes)
+
+
+def frozen_copy(record: ChunkRecord) -> ChunkRecord:
+    """The record with KV that nobody can change: itself if that is so already."""
+    if record.kv.base is None and not record.kv.flags.writeable:
+        return record
+    kv = np.array(record.kv, order="C")
+    kv.setflags(write=False)
+    return replace(record, kv=kv)
+
+
+def _found(record: ChunkRecord, size_bytes: int) -> Found:
+    return Found(
+        tuple(record.token_ids), Tier.RAM, size_bytes, record.cost_ms, record.numeric_class,
+        record.namespace, record.start, record.created_s,
+    )  # fmt: skip
+
+
+def _entry(record: ChunkRecord, size_bytes: int, now_s: float) -> Entry:
+    return Entry(
+        record.namespace, size_bytes, len(record.token_ids), record.start, record.cost_ms,
+        record.created_s, now_s,
+    )  # fmt: skip
