@@ -1,0 +1,1 @@
+"""Measurements behind the project's claims: ``python -m benchmarks.<name> --help``."""
