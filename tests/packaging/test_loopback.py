@@ -1,4 +1,4 @@
-"""scripts/loopback: what the wrapped command sees, and that nothing of it is lost in the wrapper."""
+"""scripts/loopback: what the wrapped command sees; nothing of it is lost in the wrapper."""
 
 from __future__ import annotations
 
