@@ -17,7 +17,7 @@ class BreakerLimits:
 
     failures: int = 3
     cooldown_s: float = 1.0
-    max_cooldown_s: float = 30.0
+    max_cooldown_s: float = 8.0
 
 
 class BreakerState(str, Enum):

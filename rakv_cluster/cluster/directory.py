@@ -194,11 +194,6 @@ class Announcer:
         self._owners: dict[bytes, str] = {}
         self._outboxes: dict[str, _Outbox] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """Whether some partition has something to be told that is not out yet."""
-        return any(box.sent is None and _unsaid(box) for box in self._outboxes.values())
-
     def set_nodes(self, nodes: Iterable[str]) -> None:
         """The partitions now; keys whose owner moves are told to the new and taken from the old."""
         before, keys = self._outboxes, list(self._owners)
@@ -221,6 +216,12 @@ class Announcer:
         for key, owner in zip(added, owners, strict=True):
             self._owners[key] = owner
             self._tell(owner, key, present=True)
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """The shard holds exactly ``keys``, whatever was recorded."""
+        held = set(keys)
+        gone = [key for key in self._owners if key not in held]
+        self.record([key for key in held if key not in self._owners], gone)
 
     def messages(self, *, heartbeat: bool = False) -> dict[str, Announcement]:
         """What to send to each partition now: news, else an unanswered message again.
