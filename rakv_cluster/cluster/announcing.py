@@ -74,7 +74,7 @@ class AnnouncingThread:
             beat = self._clock.monotonic_s() >= beat_at_s
             if beat:
                 beat_at_s += self._heartbeat_s
-                # Asked before the news is taken: what is stored in between is news, and comes after.
+                # Asked before the news is taken: what is stored in between comes after it, as news.
                 self._announcer.hold(self._stored())
             with self._changed:
                 news, self._news = self._news, []

@@ -140,22 +140,28 @@ class NodeManager:
         return tuple(sorted(n for n, s in self._states.items() if isinstance(s, Serving)))
 
     def step(self) -> None:
-        """Look at the nodes, act on the difference, ping every shard."""
+        """Look at the nodes, act on the difference, ping every shard, twice if members change."""
         nodes = {node.node: node for node in self._fleet.nodes()}
         for action in reconcile(nodes, self._states, self._clock.monotonic_s(), self._limits):
             self._act(action, nodes)
-        asked = [n for n, state in self._states.items() if not isinstance(state, Broken)]
-        answers = self._fleet.ping(asked, self.members)
-        now_s = self._clock.monotonic_s()
-        for node, alive in answers.items():
-            state = self._states[node]
-            self._states[node] = Serving(now_s) if alive else broken(state, now_s, self._limits)
+        told = self.members
+        self._ping(told)
+        if self.members != told:
+            self._ping(self.members)
 
     def stop(self) -> None:
         """End every shard."""
         for node in sorted(self._states):
             self._fleet.stop(node)
         self._states.clear()
+
+    def _ping(self, members: Sequence[str]) -> None:
+        asked = [n for n, state in self._states.items() if not isinstance(state, Broken)]
+        answers = self._fleet.ping(asked, members)
+        now_s = self._clock.monotonic_s()
+        for node, alive in answers.items():
+            state = self._states[node]
+            self._states[node] = Serving(now_s) if alive else broken(state, now_s, self._limits)
 
     def _act(self, action: Action, nodes: Mapping[str, Node]) -> None:
         now_s = self._clock.monotonic_s()

@@ -6,7 +6,6 @@ anything that is not what was promised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -107,7 +106,7 @@ def _checked(value: object, kind: type[T]) -> T:
 
 
 def _by_key(value: object, kind: type[T]) -> dict[bytes, T]:
-    rows = _checked(value, Mapping)
+    rows = _checked(value, dict)
     if not all(isinstance(key, bytes) and isinstance(row, kind) for key, row in rows.items()):
         raise ValueError(f"expected {kind.__name__} by key")
     return dict(rows)

@@ -7,7 +7,7 @@ slow, raises or answers garbage gives a :class:`Failed`, and a counter says whic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -101,7 +101,7 @@ class Peers:
                 self._record(call, outcome)
         return outcomes
 
-    def counters(self) -> Mapping[str, int]:
+    def counters(self) -> dict[str, int]:
         """Calls by outcome since the start."""
         return self._counters.snapshot()
 

@@ -105,7 +105,7 @@ class RemoteShards:
         self._counters.add("remote_bytes", sum(record.nbytes for record in intact))
         return outcomes
 
-    def counters(self) -> Mapping[str, int]:
+    def counters(self) -> dict[str, int]:
         """Records by fate, and calls by outcome, since the start."""
         return self._counters.snapshot() | self._peers.counters()
 

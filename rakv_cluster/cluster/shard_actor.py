@@ -12,9 +12,10 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.cluster.announcing import AnnouncingThread
@@ -30,7 +31,6 @@ from rakv_cluster.cluster.messages import Committed, ShardInfo
 from rakv_cluster.cluster.peers import Peers
 from rakv_cluster.cluster.ray_transport import RayTransport
 from rakv_cluster.cluster.settings import ClusterStoreSettings
-from rakv_cluster.errors import StoreError
 from rakv_cluster.kv.codec import EncodedRecord
 from rakv_cluster.store.base import Found, StoreStats
 from rakv_cluster.store.counters import Counters
@@ -38,7 +38,9 @@ from rakv_cluster.store.lmdb_shard import ShardReader, ShardWriter, WriterSource
 
 _log = logging.getLogger(__name__)
 
-_COUNTERS = ("commits_dropped", "reads_served", "directory_overflowed")
+T = TypeVar("T")
+
+_COUNTERS = ("commits_dropped", "reads_served")
 
 
 class ShardActor:
@@ -62,7 +64,9 @@ class ShardActor:
         self._leases = LeaseTable(clock)
         self._announcing = AnnouncingThread(
             Announcer(node, self._incarnation, batch_keys=self._limits.batch_keys),
-            Peers(RayTransport(settings.service, settings.namespace), settings.client.breaker, clock),
+            Peers(
+                RayTransport(settings.service, settings.namespace), settings.client.breaker, clock
+            ),
             self._stored_keys,
             clock,
             heartbeat_s=self._limits.heartbeat_s,
@@ -73,9 +77,7 @@ class ShardActor:
 
     async def info(self) -> ShardInfo:
         """Who and where this shard is, and who the others are."""
-        return ShardInfo(
-            self._node, str(self._path), self._incarnation, os.getpid(), self._nodes
-        )
+        return ShardInfo(self._node, str(self._path), self._incarnation, os.getpid(), self._nodes)
 
     async def set_nodes(self, nodes: Sequence[str]) -> ShardInfo:
         """The node manager's word on which nodes have a shard; returns :meth:`info`."""
@@ -93,8 +95,12 @@ class ShardActor:
     async def stats(self) -> StoreStats:
         """Sizes of the shard, counters of its writer, its reader and this actor."""
         stats = await asyncio.to_thread(self._writer.stats)
-        self._counters.set("directory_overflowed", self._partition.overflowed)
-        counters = {**stats.counters, **self._reader.counters(), **self._counters.snapshot()}
+        counters = {
+            **stats.counters,
+            **self._reader.counters(),
+            **self._counters.snapshot(),
+            "directory_overflowed": self._partition.overflowed,
+        }
         return StoreStats(stats.records, stats.stored_bytes, stats.budget_bytes, counters)
 
     # The directory partition and its leases.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.cluster.messages import (
@@ -177,7 +178,7 @@ class NodeStore:
 
     def _fill(self, records: Sequence[EncodedRecord]) -> None:
         for batch in self._batches(records):
-            if not self._filler.post(lambda batch=batch: self._fill_now(batch)):
+            if not self._filler.post(partial(self._fill_now, batch)):
                 self._counters.add("fills_lost", len(batch))
 
     def _fill_now(self, batch: Sequence[EncodedRecord]) -> None:
