@@ -104,6 +104,13 @@ class BufferPool:
         if len(self._spares) > self._spare_limit:
             self._spares.popleft()
 
+    def discard(self, buffer: KvBuffer) -> None:
+        """End a lease without taking the memory back: somebody may still write to it.
+
+        It is freed when the last reference is gone. Raises ``KeyError`` like :meth:`release`.
+        """
+        del self._leased[id(buffer)]
+
     def _rounded(self, tokens: int) -> int:
         return -(-max(tokens, 1) // self._granule_tokens) * self._granule_tokens
 
