@@ -1,0 +1,416 @@
+"""The engine without its thread: everything one step does.
+
+A step: end what is overdue, advance loads, admit, make room, compute one packed forward, choose
+tokens, emit, store. All methods belong to one thread; :mod:`rakv_cluster.engine.engine` is the
+shell that other threads talk to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.clock import Clock
+from rakv_cluster.engine.admission import check_request
+from rakv_cluster.engine.checks import check_state
+from rakv_cluster.engine.keeping import Keeper
+from rakv_cluster.engine.prefixes import Prefixes
+from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.scheduler import (
+    Candidate,
+    Share,
+    StepLimits,
+    TenantShares,
+    Waiter,
+    choose_victim,
+    next_admission,
+    plan_step,
+)
+from rakv_cluster.engine.sequence import Phase, Sequence, Sink
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.engine.stats import Counters, EngineStats
+from rakv_cluster.engine.stepper import Part, Stepper
+from rakv_cluster.kv.buffer import BufferPool
+from rakv_cluster.model.sampling import Choice
+from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.reuse.saver import Saver
+from rakv_cluster.reuse.workers import Workers
+from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.types import FinishReason, Tier, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """State and behaviour of one replica's engine."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: ChunkStore,
+        cuts: CutTable,
+        limits: ChunkLimits,
+        settings: EngineSettings,
+        clock: Clock,
+        *,
+        numeric_class: str,
+        loaders: Workers,
+        savers: Workers,
+        wake: Callable[[], None] = lambda: None,
+        closed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._runner = runner
+        self._settings = settings
+        self._clock = clock
+        self._closed = closed
+        self._pool = BufferPool(
+            runner.layout, budget_bytes=settings.kv_budget_bytes, device=runner.device
+        )
+        self._costs = Costs(step_tokens=settings.max_step_tokens)
+        self._counters = Counters()
+        self._saver = Saver(
+            store,
+            runner.layout,
+            savers,
+            clock,
+            numeric_class=numeric_class,
+            queue_bytes=settings.save_queue_bytes,
+            settle_s=settings.settle_s,
+        )
+        self._keeper = Keeper(self._saver, cuts, limits)
+        self._prefixes = Prefixes(
+            store=store,
+            pool=self._pool,
+            layout=runner.layout,
+            costs=self._costs,
+            saver=self._saver,
+            keeper=self._keeper,
+            loaders=loaders,
+            settings=settings,
+            numeric_class=numeric_class,
+            clock=clock,
+            counters=self._counters,
+            wake=wake,
+        )
+        self._stepper = Stepper(
+            runner, self._costs, clock, max_step_tokens=settings.max_step_tokens
+        )
+        self._limits = StepLimits(
+            settings.max_step_tokens, settings.min_prefill_tokens, settings.decode_gap_factor
+        )
+        self._tenants = TenantShares()
+        self._waiting: list[Sequence] = []
+        self._active: dict[int, Sequence] = {}
+        self._open: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._failed_steps = 0
+
+    @property
+    def healthy(self) -> bool:
+        """False once several steps in a row had no successful forward."""
+        return self._failed_steps < self._settings.failure_limit
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests that are not admitted yet; any thread may ask."""
+        return sum(sequence.prompt_tokens for sequence in tuple(self._waiting))
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ``InvalidRequest`` for a request that can never run. Any thread may call it."""
+        check_request(request, self._runner, self._pool)
+
+    def calibrate(self) -> None:
+        """Measure a few forwards, so that costs are known from the start."""
+        self._stepper.calibrate(self._pool)
+
+    def add(self, request: EngineRequest, sink: Sink, submitted_s: float) -> None:
+        """Take a checked request into the waiting queue."""
+        sequence = Sequence.create(
+            request, sink, self._arrivals, submitted_s, self._runner.vocab_size
+        )
+        self._arrivals += 1
+        self._counters.requests += 1
+        self._tenants.enter(request.tenant)
+        self._open[request.request_id] = sequence
+        self._waiting.append(sequence)
+        if sequence.output_tokens >= request.max_tokens:
+            self._emit(sequence, (), FinishReason.LENGTH)
+            self._close(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free what it holds; an unknown id is ignored (it may have ended)."""
+        self._end(request_id, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        """End every open request."""
+        for request_id in list(self._open):
+            self._end(request_id, FinishReason.CANCELLED)
+
+    def fail_all(self, error: str) -> None:
+        """End every open request with an error."""
+        for request_id in list(self._open):
+            self._end(request_id, FinishReason.ERROR, error)
+
+    def step(self) -> bool:
+        """Do one step; False if there was nothing to do until :meth:`next_deadline_s`."""
+        now_s = self._clock.monotonic_s()
+        for sequence in list(self._open.values()):
+            if sequence.deadline_s <= now_s:
+                self._end(sequence.request.request_id, FinishReason.DEADLINE)
+        advanced = self._prefixes.poll(self._active.values())
+        advanced |= self._admit()
+        self._grow()
+        shares = self._plan()
+        if shares:
+            self._run([(self._active[share.arrival], share.tokens) for share in shares])
+            self._keep_one()
+        return bool(shares) or advanced
+
+    def next_deadline_s(self) -> float:
+        """When the next step is due if nobody calls before, on the engine's clock."""
+        times = [sequence.deadline_s for sequence in self._open.values()]
+        times += [self._prefixes.next_deadline_s(each) for each in self._active.values()]
+        return min(times, default=float("inf"))
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the state between two steps is not as it must be."""
+        check_state(
+            self._waiting,
+            self._active,
+            self._open,
+            self._pool.leased_bytes,
+            self._pool.budget_bytes,
+        )
+
+    def stats(self) -> EngineStats:
+        """Sizes and totals. Reads only counters and lengths, so any thread may call it."""
+        costs = self._costs.view(self._clock.monotonic_s())
+        return EngineStats(
+            running=len(self._active),
+            waiting=len(self._waiting),
+            kv_leased_bytes=self._pool.leased_bytes,
+            kv_budget_bytes=self._pool.budget_bytes,
+            prefill_ms_per_token=costs.prefill_rate_ms(self._settings.max_step_tokens, 0),
+            decode_ms_per_token=costs.decode_ms(1),
+            ram_load_ms_per_mb=costs.load_ms_per_mb[Tier.RAM],
+            disk_load_ms_per_mb=costs.load_ms_per_mb[Tier.DISK],
+            saved_records=self._saver.saved,
+            dropped_records=self._saver.dropped,
+            counters=replace(self._counters, finished=dict(self._counters.finished)),
+        )
+
+    # --- admission and memory
+
+    def _admit(self) -> bool:
+        admitted = False
+        while self._waiting and len(self._active) < self._settings.max_running:
+            waiters = [
+                Waiter(each.arrival, each.request.tenant, each.preempted) for each in self._waiting
+            ]
+            index = next_admission(waiters, self._tenants.served)
+            sequence = self._waiting[index]
+            if not self._pool.can_lease(self._lease_tokens(sequence)):
+                break
+            del self._waiting[index]
+            sequence.buffer = self._pool.lease(self._lease_tokens(sequence))
+            if sequence.admitted_s < 0:
+                sequence.admitted_s = self._clock.monotonic_s()
+            self._active[sequence.arrival] = sequence
+            self._prefixes.begin(sequence)
+            admitted = True
+        return admitted
+
+    def _lease_tokens(self, sequence: Sequence) -> int:
+        """Known tokens and some room: output is usually far shorter than its limit."""
+        return min(sequence.lease_limit, sequence.count + self._settings.growth_tokens)
+
+    def _grow(self) -> None:
+        """Give every running sequence a slot for its next token, oldest first."""
+        for sequence in sorted(self._active.values(), key=lambda each: each.arrival):
+            while (
+                sequence.phase is Phase.RUNNING
+                and sequence.buffer is not None
+                and sequence.count > sequence.buffer.capacity
+            ):
+                tokens = self._lease_tokens(sequence)
+                if self._pool.can_lease(tokens):
+                    self._move(sequence, tokens)
+                else:
+                    self._make_room(sequence)
+
+    def _move(self, sequence: Sequence, tokens: int) -> None:
+        old = sequence.buffer
+        if old is None:
+            raise AssertionError("a running sequence has a buffer")
+        new = self._pool.lease(tokens)
+        new.slots(0, old.length).copy_(old.slots(0, old.length))
+        new.length = old.length
+        sequence.buffer = new
+        self._pool.release(old)
+        self._counters.growths += 1
+
+    def _make_room(self, needy: Sequence) -> None:
+        """Preempt one sequence; its KV is computed (or found in the store) again later."""
+        movable = [
+            each.arrival
+            for each in self._active.values()
+            if each.phase in (Phase.RUNNING, Phase.JOINING)
+        ]
+        victim = self._active[choose_victim(movable, needy.arrival)]
+        self._keeper.keep_rest(victim, self._costs.view(self._clock.monotonic_s()))
+        self._leave(victim)
+        victim.phase = Phase.WAITING
+        victim.preempted = True
+        self._waiting.append(victim)
+        self._counters.preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._active[sequence.arrival]
+        self._prefixes.leave(sequence, self._active.values())
+
+    # --- computing
+
+    def _plan(self) -> tuple[Share, ...]:
+        candidates = [
+            Candidate(
+                arrival=each.arrival,
+                tenant=each.request.tenant,
+                position=each.length,
+                remaining=each.remaining,
+                streaming=each.first_token_s >= 0,
+            )
+            for each in self._active.values()
+            if each.phase is Phase.RUNNING
+        ]
+        if not candidates:
+            return ()
+        costs = self._costs.view(self._clock.monotonic_s())
+        return plan_step(candidates, self._tenants.served, self._limits, costs)
+
+    def _run(self, parts: Many[Part]) -> None:
+        """One step. If it fails, its sequences run one by one, and only those that fail end."""
+        if self._try(parts) is None:
+            self._failed_steps = 0
+            return
+        errors = [self._try([part]) for part in parts]
+        self._failed_steps = 0 if None in errors else self._failed_steps + 1
+        for (sequence, _), error in zip(parts, errors, strict=True):
+            if error is not None:
+                self._end(sequence.request.request_id, FinishReason.ERROR, _describe(error))
+
+    def _try(self, parts: Many[Part]) -> Exception | None:
+        """Compute and apply; the error if computing failed, in which case nothing has changed."""
+        try:
+            choices = self._stepper.compute(parts)
+        except Exception as error:  # noqa: BLE001  # out of memory and kernel errors come as any type
+            self._counters.step_failures += 1
+            log.warning("a step of %d sequences failed", len(parts), exc_info=True)
+            return error
+        self._apply(parts, choices)
+        return None
+
+    def _apply(self, parts: Many[Part], choices: Many[Choice]) -> None:
+        """Advance lengths, emit tokens; clean up after all of a step's tokens are out."""
+        now_s = self._clock.monotonic_s()
+        self._counters.steps += 1
+        upcoming = iter(choices)
+        ended: list[Sequence] = []
+        for sequence, tokens in parts:
+            if sequence.buffer is None:
+                raise AssertionError("a running sequence has a buffer")
+            chosen = tokens == sequence.remaining
+            sequence.buffer.length += tokens
+            self._counters.computed_tokens += tokens
+            self._tenants.charge(sequence.request.tenant, tokens)
+            if chosen and self._take(sequence, next(upcoming), now_s):
+                ended.append(sequence)
+        for sequence in ended:
+            self._close(sequence)
+
+    def _take(self, sequence: Sequence, choice: Choice, now_s: float) -> bool:
+        """Take a chosen token; whether the request ended with it."""
+        request = sequence.request
+        if sequence.first_token_s < 0:
+            sequence.first_token_s = now_s
+        if choice.token_id in request.stop_token_ids:
+            self._emit(sequence, (), FinishReason.STOP, stop_token_id=choice.token_id)
+            return True
+        sequence.append(choice.token_id)
+        self._counters.output_tokens += 1
+        finish = FinishReason.LENGTH if sequence.output_tokens >= request.max_tokens else None
+        logprobs = ()
+        if request.top_logprobs >= 0:
+            logprobs = (TokenLogprob(choice.token_id, choice.logprob, choice.top),)
+        delivered = self._emit(sequence, (choice.token_id,), finish, logprobs=logprobs)
+        return finish is not None or not delivered
+
+    def _keep_one(self) -> None:
+        """Copy at most one finished chunk of one stream towards the store."""
+        costs = self._costs.view(self._clock.monotonic_s())
+        for sequence in self._active.values():
+            if sequence.first_token_s >= 0 and self._keeper.keep_one(sequence, costs):
+                return
+
+    # --- ending
+
+    def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        sequence = self._open.get(request_id)
+        if sequence is not None:
+            self._emit(sequence, (), reason, error=error)
+            self._close(sequence, keep=reason is not FinishReason.ERROR)
+
+    def _close(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Free everything a request holds, after storing what is worth it."""
+        if sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            if keep and sequence.phase is Phase.RUNNING:
+                self._keeper.keep_rest(sequence, self._costs.view(self._clock.monotonic_s()))
+            self._leave(sequence)
+        sequence.phase = Phase.DONE
+        self._tenants.leave(sequence.request.tenant)
+        del self._open[sequence.request.request_id]
+        self._closed(sequence.request.request_id)
+        self._counters.ram_tokens += sequence.reused.get(Tier.RAM, 0)
+        self._counters.disk_tokens += sequence.reused.get(Tier.DISK, 0)
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        *,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        stop_token_id: int = -1,
+        error: str = "",
+    ) -> bool:
+        """Hand an event to the sink; False if the sink is broken, which ends the request."""
+        wants_stats = finish is not None or not sequence.stats_sent
+        sequence.stats_sent = True
+        event = EngineEvent(
+            request_id=sequence.request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish=finish,
+            stop_token_id=stop_token_id,
+            stats=sequence.stats(self._clock.monotonic_s()) if wants_stats else None,
+            error=error,
+        )
+        if finish is not None:
+            self._counters.finish(finish.value)
+        try:
+            sequence.sink(event)
+        except Exception:  # noqa: BLE001  # a caller's bug must not stop other requests
+            self._counters.sink_failures += 1
+            log.exception("the sink of request %s failed", sequence.request.request_id)
+            return False
+        return True
+
+
+def _describe(error: Exception) -> str:
+    """What a client may know of a failed forward."""
+    return f"the model could not compute this request ({type(error).__name__})"

@@ -1,0 +1,165 @@
+"""One replica's engine: a thread around :class:`EngineCore`, and the door that others knock at."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.clock import Clock
+from rakv_cluster.engine.core import EngineCore
+from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.engine.sequence import Sink
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.engine.stats import EngineStats
+from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
+from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.workers import ThreadWorkers
+from rakv_cluster.store.base import ChunkStore
+
+log = logging.getLogger(__name__)
+
+_SAVER_QUEUE = 4096
+_LONGEST_RETRY_S = 60.0
+_LONGEST_IDLE_S = 60.0
+
+
+class Engine:
+    """Serves requests by packed steps in a thread of its own.
+
+    ``submit`` and ``cancel`` may be called from any thread; sinks are called in the engine's
+    thread and must return at once. A sink gets its request's events in order, the last one with
+    ``finish`` set, whatever happens to the engine.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: ChunkStore,
+        cuts: CutTable,
+        limits: ChunkLimits,
+        settings: EngineSettings,
+        clock: Clock,
+        *,
+        numeric_class: str,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._loaders = ThreadWorkers(
+            "rakv-load", threads=settings.loader_threads, queue_limit=settings.max_running
+        )
+        self._savers = ThreadWorkers("rakv-save", threads=1, queue_limit=_SAVER_QUEUE)
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._submitted: list[tuple[EngineRequest, Sink, float]] = []
+        self._cancelled: set[str] = set()
+        self._open: set[str] = set()
+        self._stopping = False
+        self._broken = ""
+        self._thread = threading.Thread(target=self._run, name="rakv-engine", daemon=True)
+        self._core = EngineCore(
+            runner,
+            store,
+            cuts,
+            limits,
+            settings,
+            clock,
+            numeric_class=numeric_class,
+            loaders=self._loaders,
+            savers=self._savers,
+            wake=self._woken.set,
+            closed=self._closed,
+        )
+
+    def start(self) -> None:
+        """Measure first costs (a second or so) and start serving."""
+        self._core.calibrate()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Cancel everything open, finish pending writes within ``timeout_s``, stop the thread."""
+        with self._lock:
+            self._stopping = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._loaders.close(timeout_s)
+        self._savers.close(timeout_s)
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Queue a request; its events go to ``sink``.
+
+        Raises ``InvalidRequest`` or ``ContextLengthExceeded`` for one that can never run,
+        ``Overloaded`` when the waiting queue is full, ``Unavailable`` when the engine is stopped
+        or broken.
+        """
+        self._core.check(request)
+        with self._lock:
+            if self._stopping or self._broken:
+                raise Unavailable(self._broken or "the engine is stopping", retry_after_s=1.0)
+            if request.request_id in self._open:
+                raise InvalidRequest(
+                    f"request id {request.request_id} is in use", field="request_id"
+                )
+            if len(self._open) >= self._settings.max_waiting + self._settings.max_running:
+                raise Overloaded(
+                    f"{len(self._open)} requests are open already",
+                    retry_after_s=self._retry_after_s(),
+                )
+            self._open.add(request.request_id)
+            self._submitted.append((request, sink, self._clock.monotonic_s()))
+        self._woken.set()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before its next step; nothing happens if it has ended already."""
+        with self._lock:
+            if request_id in self._open:
+                self._cancelled.add(request_id)
+        self._woken.set()
+
+    def stats(self) -> EngineStats:
+        """Sizes now and totals since start."""
+        return self._core.stats()
+
+    def healthy(self) -> bool:
+        """Whether the thread runs and forwards succeed."""
+        return self._thread.is_alive() and not self._broken and self._core.healthy
+
+    def _retry_after_s(self) -> float:
+        """About the time to compute the prompts that wait to be taken in."""
+        tokens = self._core.waiting_tokens
+        ms = tokens * self._core.stats().prefill_ms_per_token
+        return min(max(ms / 1e3, 1.0), _LONGEST_RETRY_S)
+
+    def _idle_s(self) -> float:
+        until_s = self._core.next_deadline_s() - self._clock.monotonic_s()
+        return min(max(until_s, 0.0), _LONGEST_IDLE_S)
+
+    def _closed(self, request_id: str) -> None:
+        with self._lock:
+            self._open.discard(request_id)
+            self._cancelled.discard(request_id)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._woken.clear()
+                self._take_commands()
+                if not self._core.step():
+                    self._woken.wait(self._idle_s())
+            self._take_commands()
+            self._core.cancel_all()
+        except Exception as error:
+            log.exception("the engine's loop broke; all its requests end")
+            self._broken = f"the engine failed ({type(error).__name__})"
+            self._take_commands()
+            self._core.fail_all(self._broken)
+
+    def _take_commands(self) -> None:
+        with self._lock:
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, set()
+        for request, sink, submitted_s in submitted:
+            self._core.add(request, sink, submitted_s)
+        for request_id in cancelled:
+            self._core.cancel(request_id)

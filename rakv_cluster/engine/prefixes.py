@@ -1,0 +1,224 @@
+"""How an admitted sequence gets KV that exists already: from another sequence, or from the store.
+
+Admission puts a sequence through JOINING (another one holds or computes its prefix) and LOADING (a
+loader thread searches and reads the store) into RUNNING; each stage is skipped where it cannot
+help, and each wait is bounded. The engine thread only copies and polls here, it never blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.engine.keeping import Keeper
+from rakv_cluster.engine.residents import Residents
+from rakv_cluster.engine.sequence import Phase, Sequence
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.engine.stats import Counters
+from rakv_cluster.kv.buffer import BufferPool
+from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.reuse.assembly import Assembled, LoadJob
+from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.reuse.saver import Saver
+from rakv_cluster.reuse.workers import Workers
+from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.types import Tier
+
+_SHORTEST_DEADLINE_S = 0.25
+"""A load is given at least this long: thread scheduling alone can take some of it."""
+
+
+class Prefixes:
+    """Runs the JOINING and LOADING phases of the engine's sequences."""
+
+    def __init__(
+        self,
+        *,
+        store: ChunkStore,
+        pool: BufferPool,
+        layout: KvLayout,
+        costs: Costs,
+        saver: Saver,
+        keeper: Keeper,
+        loaders: Workers,
+        settings: EngineSettings,
+        numeric_class: str,
+        clock: Clock,
+        counters: Counters,
+        wake: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._layout = layout
+        self._costs = costs
+        self._saver = saver
+        self._keeper = keeper
+        self._loaders = loaders
+        self._settings = settings
+        self._numeric_class = numeric_class
+        self._clock = clock
+        self._counters = counters
+        self._wake = wake
+        self._residents = Residents()
+        self._store_paused_until_s = float("-inf")
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take an admitted sequence (buffer leased, length 0) into its first phase."""
+        sequence.waiting_since_s = self._clock.monotonic_s()
+        if not sequence.use_store:
+            sequence.phase = Phase.RUNNING
+            return
+        donor = self._residents.find(sequence)
+        self._residents.add(sequence)
+        if donor is None:
+            self._load(sequence)
+            return
+        sequence.donor, sequence.donor_tokens = donor.sequence, donor.tokens
+        sequence.phase = Phase.JOINING
+        if donor.sequence.length >= donor.tokens:
+            self._take_share(sequence)
+
+    def poll(self, sequences: Iterable[Sequence]) -> bool:
+        """Advance sequences whose wait is over; whether any was."""
+        now_s = self._clock.monotonic_s()
+        advanced = False
+        for sequence in list(sequences):
+            waited_s = now_s - sequence.waiting_since_s
+            if sequence.phase is Phase.JOINING:
+                advanced |= self._poll_join(sequence, waited_s)
+            elif sequence.phase is Phase.LOADING:
+                advanced |= self._poll_load(sequence, waited_s)
+        return advanced
+
+    def next_deadline_s(self, sequence: Sequence) -> float:
+        """When a waiting sequence has to be looked at even if nothing happens."""
+        if sequence.phase is Phase.JOINING:
+            return sequence.waiting_since_s + self._settings.join_s
+        if sequence.phase is Phase.LOADING:
+            return sequence.waiting_since_s + self._load_limit_s(sequence)
+        return float("inf")
+
+    def leave(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+        """Take ``sequence`` out of its phase and release its buffer.
+
+        Those who wait for its prefix take what there is first. A buffer that a loader thread may
+        still write to is not used again.
+        """
+        for follower in list(active):
+            if follower.phase is Phase.JOINING and follower.donor is sequence:
+                self._take_share(follower)
+        self._residents.remove(sequence)
+        buffer, job = sequence.buffer, sequence.job
+        sequence.buffer = sequence.job = sequence.donor = None
+        if buffer is None:
+            return
+        if job is not None and not job.done:
+            job.abandon()
+            self._pool.discard(buffer)
+        else:
+            self._pool.release(buffer)
+
+    def _poll_join(self, sequence: Sequence, waited_s: float) -> bool:
+        donor = sequence.donor
+        ready = donor is not None and donor.length >= sequence.donor_tokens
+        if not ready and waited_s < self._settings.join_s:
+            return False
+        self._counters.join_timeouts += not ready
+        self._take_share(sequence)
+        return True
+
+    def _take_share(self, sequence: Sequence) -> None:
+        """Copy what the donor has of the shared prefix, and look for the rest in the store."""
+        donor, buffer = sequence.donor, sequence.buffer
+        if donor is None or donor.buffer is None or buffer is None:
+            raise AssertionError("a joining sequence has a donor, and both have buffers")
+        tokens = min(sequence.donor_tokens, donor.length)
+        sequence.donor = None
+        if tokens:
+            buffer.slots(0, tokens).copy_(donor.buffer.slots(0, tokens))
+            buffer.length = tokens
+            sequence.reuse_from(Tier.RAM, 0, tokens)
+            self._counters.shared_tokens += tokens
+            # Chunks inside the share are the donor's to store.
+            sequence.stored_keys |= {
+                chunk.prefix_key for chunk in sequence.chunked.chunks if chunk.end <= tokens
+            }
+        self._load(sequence)
+
+    def _load(self, sequence: Sequence) -> None:
+        """Start the search in the store, unless one more token is all there is to compute."""
+        now_s = self._clock.monotonic_s()
+        sequence.load_ms += (now_s - sequence.waiting_since_s) * 1e3
+        sequence.waiting_since_s = now_s
+        sequence.phase = Phase.RUNNING
+        if sequence.remaining <= 1 or now_s < self._store_paused_until_s:
+            return
+        self._keeper.cover(sequence)
+        job = LoadJob(
+            prompt=sequence.chunked,
+            buffer=sequence.buffer,
+            layout=self._layout,
+            store=self._store,
+            costs=self._costs.view(now_s),
+            clock=self._clock,
+            numeric_class=self._numeric_class,
+            share_across_classes=self._settings.share_across_classes,
+            have=sequence.length,
+            settle=self._saver.settle,
+            wake=self._wake,
+        )
+        if self._loaders.submit(job.run):
+            sequence.job, sequence.phase = job, Phase.LOADING
+
+    def _poll_load(self, sequence: Sequence, waited_s: float) -> bool:
+        job = sequence.job
+        if job is None:
+            raise AssertionError("a loading sequence has a job")
+        if job.done:
+            self._finish_load(sequence, job.state)
+            return True
+        if waited_s < self._load_limit_s(sequence):
+            return False
+        self._abandon_load(sequence, job)
+        return True
+
+    def _load_limit_s(self, sequence: Sequence) -> float:
+        """A load may take as long as computing would, within the configured deadline."""
+        costs = self._costs.view(self._clock.monotonic_s())
+        compute_s = costs.prefill_ms(sequence.length, sequence.count) / 1e3
+        return min(self._settings.load_deadline_s, max(compute_s, _SHORTEST_DEADLINE_S))
+
+    def _abandon_load(self, sequence: Sequence, job: LoadJob) -> None:
+        """Go on without the rest of a load, in another buffer."""
+        self._counters.load_timeouts += 1
+        self._store_paused_until_s = self._clock.monotonic_s() + self._settings.load_deadline_s
+        old = sequence.buffer
+        if old is None:
+            raise AssertionError("a loading sequence has a buffer")
+        state = job.abandon()
+        self._pool.discard(old)
+        new = self._pool.lease(old.capacity)
+        new.slots(0, state.tokens).copy_(old.slots(0, state.tokens))
+        sequence.buffer = new
+        self._finish_load(sequence, state)
+
+    def _finish_load(self, sequence: Sequence, state: Assembled) -> None:
+        buffer = sequence.buffer
+        if buffer is None:
+            raise AssertionError("a loading sequence has a buffer")
+        now_s = self._clock.monotonic_s()
+        shared = buffer.length
+        buffer.length = state.tokens
+        sequence.job = None
+        sequence.phase = Phase.RUNNING
+        sequence.load_ms += (now_s - sequence.waiting_since_s) * 1e3
+        sequence.stored_keys |= state.stored_keys
+        sequence.reused.clear()
+        sequence.reuse_from(Tier.RAM, 0, min(shared, state.tokens))
+        position = min(shared, state.tokens)
+        for end, tier in state.sources:
+            sequence.reuse_from(tier, position, min(end, state.tokens))
+            position = max(position, min(end, state.tokens))
+        self._counters.load_failures += state.failed
+        for timing in state.timings:
+            self._costs.observe_load(timing.tier, timing.stored_bytes, timing.ms, now_s)

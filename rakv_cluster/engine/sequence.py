@@ -1,0 +1,152 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.model.sampling import TokenRule
+from rakv_cluster.reuse.assembly import LoadJob
+from rakv_cluster.types import ChunkedPrompt, ReuseMode, Tier
+
+Sink = Callable[[EngineEvent], None]
+
+
+class Phase(Enum):
+    """Where a request is. Exactly one at a time; only WAITING and DONE hold no buffer."""
+
+    WAITING = "waiting"
+    JOINING = "joining"  # another sequence computes the prefix it wants
+    LOADING = "loading"  # a loader thread fills its buffer
+    RUNNING = "running"  # takes part in steps
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one request. ``ids[:count]`` are prompt, forced and generated tokens.
+
+    The KV of ``ids[:buffer.length]`` is verified. ``chunked`` covers ``ids`` up to a recent
+    point; its chunks from index ``next_save`` on are not offered to the store yet, and those from
+    ``prompt_chunks`` on hold generated tokens.
+    """
+
+    request: EngineRequest
+    sink: Sink
+    arrival: int
+    submitted_s: float
+    rule: TokenRule
+    ids: np.ndarray
+    count: int
+    chunked: ChunkedPrompt
+    phase: Phase = Phase.WAITING
+    buffer: KvBuffer | None = None
+    preempted: bool = False
+    use_store: bool = True
+    donor: Sequence | None = None
+    donor_tokens: int = 0
+    job: LoadJob | None = None
+    waiting_since_s: float = 0.0
+    next_save: int = 0
+    stored_keys: set[bytes] = field(default_factory=set)
+    reused: dict[Tier, int] = field(default_factory=dict)
+    admitted_s: float = -1.0
+    load_ms: float = 0.0
+    first_forward_s: float = -1.0
+    first_token_s: float = -1.0
+    stats_sent: bool = False
+
+    @classmethod
+    def create(
+        cls, request: EngineRequest, sink: Sink, arrival: int, submitted_s: float, vocab_size: int
+    ) -> Sequence:
+        """A waiting sequence; forced tokens count as output that is known already."""
+        prompt_ids = request.prompt.token_ids
+        known = len(prompt_ids) + len(request.forced_ids)
+        ids = np.empty(len(prompt_ids) + max(request.max_tokens, len(request.forced_ids)), np.int64)
+        ids[: len(prompt_ids)] = prompt_ids
+        ids[len(prompt_ids) : known] = request.forced_ids
+        rule = TokenRule(request.sampling, prompt_ids, vocab_size)
+        for token_id in request.forced_ids:
+            rule.accept(token_id)
+        return cls(
+            request=request,
+            sink=sink,
+            arrival=arrival,
+            submitted_s=submitted_s,
+            rule=rule,
+            ids=ids,
+            count=known,
+            chunked=request.prompt,
+            use_store=request.reuse is not ReuseMode.OFF,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt.token_ids)
+
+    @property
+    def prompt_chunks(self) -> int:
+        """Number of complete chunks of the prompt."""
+        return len(self.request.prompt.chunks)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far, forced ones included."""
+        return self.count - self.prompt_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is verified."""
+        return self.buffer.length if self.buffer is not None else 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be chosen."""
+        return self.count - self.length
+
+    @property
+    def lease_limit(self) -> int:
+        """Most slots this request can need."""
+        return len(self.ids)
+
+    @property
+    def deadline_s(self) -> float:
+        """When it must have ended, on the engine's clock."""
+        return self.submitted_s + self.request.timeout_s
+
+    def append(self, token_id: int) -> None:
+        """Take a chosen token into the output."""
+        self.ids[self.count] = token_id
+        self.count += 1
+        self.rule.accept(token_id)
+
+    def reuse_from(self, tier: Tier, start: int, stop: int) -> None:
+        """Account prompt positions ``[start, stop)`` to ``tier``."""
+        tokens = min(stop, self.prompt_tokens) - min(start, self.prompt_tokens)
+        if tokens > 0:
+            self.reused[tier] = self.reused.get(tier, 0) + tokens
+
+    def stats(self, now_s: float) -> RequestStats:
+        """Accounting as of ``now_s``."""
+        ram, disk = self.reused.get(Tier.RAM, 0), self.reused.get(Tier.DISK, 0)
+        queued_until = self.admitted_s if self.admitted_s >= 0 else now_s
+        forward = self.first_forward_s
+        token = self.first_token_s if self.first_token_s >= 0 else now_s
+        return RequestStats(
+            prompt_tokens=self.prompt_tokens,
+            ram_tokens=ram,
+            disk_tokens=disk,
+            computed_tokens=self.prompt_tokens - ram - disk,
+            output_tokens=self.output_tokens,
+            queue_ms=(queued_until - self.submitted_s) * 1e3,
+            load_ms=self.load_ms,
+            prefill_ms=(token - forward) * 1e3 if forward >= 0 else 0.0,
+            decode_ms=max(now_s - token, 0.0) * 1e3,
+        )

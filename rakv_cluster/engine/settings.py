@@ -1,0 +1,59 @@
+"""Bounds and targets of one engine; the service's settings are translated into this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rakv_cluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Every limit of the engine. Raises ``ConfigError`` naming the field for a useless value.
+
+    ``max_step_tokens`` bounds the rows of one forward, hence how long a cancellation can take.
+    ``decode_gap_factor``: while prompts are being computed beside running streams, a step should
+    take at most this many times what the streams' step takes alone. ``growth_tokens`` is how far
+    ahead of its output a request leases KV memory. ``join_s`` bounds the wait for another request
+    that computes the same prefix. ``settle_s`` bounds the wait for a write under way.
+    After ``failure_limit`` steps in a row without one successful forward the engine is unhealthy.
+    """
+
+    kv_budget_bytes: int = 2 << 30
+    max_running: int = 16
+    max_waiting: int = 256
+    max_step_tokens: int = 512
+    min_prefill_tokens: int = 16
+    decode_gap_factor: float = 3.0
+    growth_tokens: int = 256
+    loader_threads: int = 2
+    load_deadline_s: float = 5.0
+    join_s: float = 30.0
+    settle_s: float = 0.5
+    save_queue_bytes: int = 256 << 20
+    share_across_classes: bool = False
+    failure_limit: int = 3
+
+    def __post_init__(self) -> None:
+        for name in (
+            "kv_budget_bytes",
+            "max_running",
+            "max_waiting",
+            "max_step_tokens",
+            "min_prefill_tokens",
+            "growth_tokens",
+            "loader_threads",
+            "failure_limit",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", field=name)
+        for name in ("load_deadline_s", "join_s", "settle_s", "save_queue_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative", field=name)
+        if self.decode_gap_factor < 1:
+            raise ConfigError("decode_gap_factor must be at least 1", field="decode_gap_factor")
+        if self.max_step_tokens < self.max_running:
+            raise ConfigError(
+                "max_step_tokens must hold one token of each of max_running sequences",
+                field="max_step_tokens",
+            )

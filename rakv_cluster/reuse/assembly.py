@@ -1,0 +1,269 @@
+"""From the store into a sequence's buffer.
+
+Runs on a loader thread: everything that may block or fail in the store happens here. Whatever the
+store does, the outcome is a number of leading positions whose KV is valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.layout import KvLayout, bits
+from rakv_cluster.reuse.costs import CostView
+from rakv_cluster.reuse.planner import (
+    PlannedLoad,
+    ReusePlan,
+    first_keys,
+    plan_reuse,
+    stored_path,
+    usable,
+)
+from rakv_cluster.store.base import ChunkStore, Found, Loaded, LoadItem
+from rakv_cluster.types import ChunkedPrompt, Tier
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 16 << 20
+"""Loads are run in batches of about this many bytes, so that progress counts if time runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTiming:
+    """One batch's bytes from one tier and the time it took, for the cost estimates."""
+
+    tier: Tier
+    stored_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Slots below ``tokens`` hold valid KV; ``sources`` lists (end position, tier) of each load.
+
+    ``failed`` counts items that the store found but did not deliver.
+    """
+
+    tokens: int
+    sources: tuple[tuple[int, Tier], ...] = ()
+    stored_keys: frozenset[bytes] = frozenset()
+    timings: tuple[LoadTiming, ...] = ()
+    failed: int = 0
+
+
+def find_path(
+    prompt: ChunkedPrompt,
+    store: ChunkStore,
+    *,
+    have: int,
+    numeric_class: str,
+    share_across_classes: bool,
+    settle: Callable[[Sequence[bytes]], None] = lambda _: None,
+) -> tuple[tuple[PlannedLoad, ...], frozenset[bytes]]:
+    """The stored prefix of ``prompt`` and the keys of its chunks that are stored.
+
+    Asks the store in batches: all chunk borders at once, then along the chain of tail records,
+    each of which holds at least one token. ``settle`` is called with the keys before each batch:
+    it lets writes of this replica that are under way arrive.
+    """
+
+    def find(keys: Sequence[bytes]) -> dict[bytes, Found]:
+        settle(keys)
+        wanted = set(keys)
+        found = {key: each for key, each in store.find(keys).items() if key in wanted}
+        return usable(found, numeric_class, share_across_classes=share_across_classes)
+
+    asked = first_keys(prompt)
+    found = find(asked)
+    stored = frozenset(chunk.prefix_key for chunk in prompt.chunks if chunk.prefix_key in found)
+    for _ in range(len(prompt.token_ids)):
+        path = stored_path(prompt, found, asked, have)
+        if not path.probe:
+            break
+        asked += path.probe
+        found |= find(path.probe)
+    return path.loads, stored
+
+
+def load_plan(
+    plan: ReusePlan,
+    store: ChunkStore,
+    buffer: KvBuffer,
+    layout: KvLayout,
+    clock: Clock,
+    *,
+    have: int = 0,
+    progress: Callable[[Assembled], bool] = lambda _: True,
+) -> Assembled:
+    """Run the plan's loads into ``buffer``'s slots, batch by batch, up to the first failure.
+
+    ``progress`` is called before and after each batch with the state so far and says whether to
+    go on: slots below ``state.tokens`` are valid and not written again. Leaves ``buffer.length``
+    alone. The first load may start below ``have`` (inside a chunk that is partly there), so its
+    failure can cost slots that were valid before.
+    """
+    state = Assembled(tokens=have, stored_keys=plan.stored_keys)
+    for batch in _batches(plan.loads):
+        state = replace(state, tokens=min(state.tokens, batch[0].start))
+        if not progress(state):
+            break
+        began = clock.monotonic_s()
+        outcomes = _load_batch(batch, store, buffer, layout)
+        took_ms = (clock.monotonic_s() - began) * 1e3
+        state = _advance(state, batch, outcomes, took_ms)
+        if not progress(state) or state.failed:
+            break
+    return state
+
+
+def _advance(
+    state: Assembled, batch: list[PlannedLoad], outcomes: list[Loaded], took_ms: float
+) -> Assembled:
+    good = 0
+    while good < len(batch) and good < len(outcomes) and outcomes[good].ok:
+        good += 1
+    done = list(zip(batch[:good], outcomes[:good], strict=True))
+    tokens = batch[good - 1].end if good else batch[0].start
+    total = sum(load.stored_bytes for load, _ in done)
+    timings = tuple(
+        LoadTiming(tier, size, took_ms * size / max(total, 1))
+        for tier in Tier
+        if (size := sum(load.stored_bytes for load, outcome in done if outcome.tier == tier))
+    )
+    return Assembled(
+        tokens=tokens,
+        sources=state.sources + tuple((load.end, outcome.tier) for load, outcome in done),
+        stored_keys=state.stored_keys - {load.key for load in batch[good:]},
+        timings=state.timings + timings,
+        failed=len(batch) - good,
+    )
+
+
+def _batches(loads: tuple[PlannedLoad, ...]) -> list[list[PlannedLoad]]:
+    """Split by tier and size: a batch's time is one tier's, and none is much over the limit."""
+    batches: list[list[PlannedLoad]] = []
+    size = 0
+    for load in loads:
+        size += load.stored_bytes
+        if not batches or size > _BATCH_BYTES or batches[-1][-1].tier != load.tier:
+            batches.append([])
+            size = load.stored_bytes
+        batches[-1].append(load)
+    return batches
+
+
+def _load_batch(
+    batch: list[PlannedLoad], store: ChunkStore, buffer: KvBuffer, layout: KvLayout
+) -> list[Loaded]:
+    on_host = buffer.data.device.type == "cpu"
+    targets = [
+        buffer.slots(load.start, load.end) if on_host else _staging(load, layout) for load in batch
+    ]
+    items = [
+        LoadItem(load.key, load.token_ids, layout, bits(target))
+        for load, target in zip(batch, targets, strict=True)
+    ]
+    outcomes = store.load(items)
+    if not on_host:
+        for load, target in zip(batch, targets, strict=True):
+            buffer.slots(load.start, load.end).copy_(target)
+    return outcomes
+
+
+def _staging(load: PlannedLoad, layout: KvLayout) -> torch.Tensor:
+    return torch.empty(layout.shape(len(load.token_ids)), dtype=layout.torch_dtype, pin_memory=True)
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """One request's find, plan and load, run by a loader thread and watched by the engine.
+
+    The engine polls :attr:`done`, and may :meth:`abandon` the job: from then on the buffer given
+    to it belongs to the loader thread, except for the slots below ``state.tokens``, which it will
+    not write again.
+    """
+
+    prompt: ChunkedPrompt
+    buffer: KvBuffer | None
+    layout: KvLayout
+    store: ChunkStore
+    costs: CostView
+    clock: Clock
+    numeric_class: str
+    share_across_classes: bool
+    have: int
+    settle: Callable[[Sequence[bytes]], None]
+    wake: Callable[[], None]
+    state: Assembled = field(init=False)
+    done: bool = False
+    _abandoned: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.state = Assembled(tokens=self.have)
+
+    def run(self) -> None:
+        """Do it. Never raises: a store that does is a store without this prompt."""
+        try:
+            self._run()
+        except Exception:  # noqa: BLE001  # the boundary to any store: nothing it raises may get out
+            log.warning("a store failed in find or load; computing instead", exc_info=True)
+            self._report(replace(self.state, failed=self.state.failed + 1))
+        finally:
+            self.done = True
+            self.wake()
+
+    def abandon(self) -> Assembled:
+        """Stop waiting for it; what is valid so far, and stays so.
+
+        A job that has not begun never touches its buffer.
+        """
+        with self._lock:
+            self._abandoned = True
+            self.buffer = None
+            return self.state
+
+    def _run(self) -> None:
+        with self._lock:
+            buffer = self.buffer
+        if buffer is None:
+            return
+        loads, stored = find_path(
+            self.prompt,
+            self.store,
+            have=self.have,
+            numeric_class=self.numeric_class,
+            share_across_classes=self.share_across_classes,
+            settle=self.settle,
+        )
+        plan = plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
+        self._report(Assembled(tokens=self.have, stored_keys=stored))
+        load_plan(
+            plan,
+            self.store,
+            buffer,
+            self.layout,
+            self.clock,
+            have=self.have,
+            progress=self._report,
+        )
+
+    def _report(self, state: Assembled) -> bool:
+        """Publish the state; False when nobody waits for it any more."""
+        with self._lock:
+            self.state = state
+            return not self._abandoned
+
+
+def kv_copy(buffer: KvBuffer, start: int, stop: int) -> np.ndarray:
+    """A private host copy of the bits of slots ``[start, stop)``, contiguous."""
+    copied = torch.empty(buffer.slots(start, stop).shape, dtype=buffer.data.dtype)
+    copied.copy_(buffer.slots(start, stop))
+    return bits(copied)
