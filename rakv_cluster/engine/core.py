@@ -52,11 +52,11 @@ class EngineCore:
         self,
         runner: Runner,
         store: ChunkStore,
+        *,
         cuts: CutTable,
         limits: ChunkLimits,
         settings: EngineSettings,
         clock: Clock,
-        *,
         numeric_class: str,
         loaders: Workers,
         savers: Workers,
@@ -68,7 +68,10 @@ class EngineCore:
         self._clock = clock
         self._closed = closed
         self._pool = BufferPool(
-            runner.layout, budget_bytes=settings.kv_budget_bytes, device=runner.device
+            runner.layout,
+            budget_bytes=settings.kv_budget_bytes,
+            device=runner.device,
+            granule_tokens=settings.kv_granule_tokens,
         )
         self._costs = Costs(step_tokens=settings.max_step_tokens)
         self._counters = Counters()
@@ -306,7 +309,7 @@ class EngineCore:
         """Compute and apply; the error if computing failed, in which case nothing has changed."""
         try:
             choices = self._stepper.compute(parts)
-        except Exception as error:  # noqa: BLE001  # out of memory and kernel errors come as any type
+        except Exception as error:  # out of memory and kernel errors come as any type
             self._counters.step_failures += 1
             log.warning("a step of %d sequences failed", len(parts), exc_info=True)
             return error
@@ -404,7 +407,7 @@ class EngineCore:
             self._counters.finish(finish.value)
         try:
             sequence.sink(event)
-        except Exception:  # noqa: BLE001  # a caller's bug must not stop other requests
+        except Exception:  # a caller's bug must not stop other requests
             self._counters.sink_failures += 1
             log.exception("the sink of request %s failed", sequence.request.request_id)
             return False

@@ -36,11 +36,11 @@ class Engine:
         self,
         runner: Runner,
         store: ChunkStore,
+        *,
         cuts: CutTable,
         limits: ChunkLimits,
         settings: EngineSettings,
         clock: Clock,
-        *,
         numeric_class: str,
     ) -> None:
         self._settings = settings
@@ -60,10 +60,10 @@ class Engine:
         self._core = EngineCore(
             runner,
             store,
-            cuts,
-            limits,
-            settings,
-            clock,
+            cuts=cuts,
+            limits=limits,
+            settings=settings,
+            clock=clock,
             numeric_class=numeric_class,
             loaders=self._loaders,
             savers=self._savers,

@@ -76,9 +76,9 @@ class Keeper:
             key,
             sequence.chunked.namespace,
             tuple(sequence.ids[start:stop].tolist()),
-            sequence.buffer,
-            start,
-            costs.prefill_ms(start, stop),
+            buffer=sequence.buffer,
+            start=start,
+            cost_ms=costs.prefill_ms(start, stop),
         )
 
 

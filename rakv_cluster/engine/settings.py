@@ -13,13 +13,15 @@ class EngineSettings:
 
     ``max_step_tokens`` bounds the rows of one forward, hence how long a cancellation can take.
     ``decode_gap_factor``: while prompts are being computed beside running streams, a step should
-    take at most this many times what the streams' step takes alone. ``growth_tokens`` is how far
-    ahead of its output a request leases KV memory. ``join_s`` bounds the wait for another request
-    that computes the same prefix. ``settle_s`` bounds the wait for a write under way.
-    After ``failure_limit`` steps in a row without one successful forward the engine is unhealthy.
+    take at most this many times what the streams' step takes alone. KV memory is leased in
+    multiples of ``kv_granule_tokens``, and ``growth_tokens`` ahead of a request's output.
+    ``join_s`` bounds the wait for another request that computes the same prefix, ``settle_s``
+    the wait for a write under way. After ``failure_limit`` steps in a row without one successful
+    forward the engine is unhealthy.
     """
 
     kv_budget_bytes: int = 2 << 30
+    kv_granule_tokens: int = 256
     max_running: int = 16
     max_waiting: int = 256
     max_step_tokens: int = 512
@@ -37,6 +39,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in (
             "kv_budget_bytes",
+            "kv_granule_tokens",
             "max_running",
             "max_waiting",
             "max_step_tokens",

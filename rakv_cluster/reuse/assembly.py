@@ -213,7 +213,7 @@ class LoadJob:
         """Do it. Never raises: a store that does is a store without this prompt."""
         try:
             self._run()
-        except Exception:  # noqa: BLE001  # the boundary to any store: nothing it raises may get out
+        except Exception:  # the boundary to any store: nothing it raises may get out
             log.warning("a store failed in find or load; computing instead", exc_info=True)
             self._report(replace(self.state, failed=self.state.failed + 1))
         finally:

@@ -76,6 +76,7 @@ class Saver:
         key: bytes,
         namespace: bytes,
         token_ids: tuple[int, ...],
+        *,
         buffer: KvBuffer,
         start: int,
         cost_ms: float,
@@ -124,7 +125,7 @@ class Saver:
             if not self._stored(record):
                 taken = self._store.put([record])
                 dropped = 1 - taken
-        except Exception:  # noqa: BLE001  # the boundary to any store: it never breaks a request
+        except Exception:  # the boundary to any store: it never breaks a request
             log.warning("a store failed in put; the chunk is not stored", exc_info=True)
             dropped = 1
         finally:
