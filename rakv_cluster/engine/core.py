@@ -345,10 +345,7 @@ class EngineCore:
         sequence.append(choice.token_id)
         self._counters.output_tokens += 1
         finish = FinishReason.LENGTH if sequence.output_tokens >= request.max_tokens else None
-        logprobs = ()
-        if request.top_logprobs >= 0:
-            logprobs = (TokenLogprob(choice.token_id, choice.logprob, choice.top),)
-        delivered = self._emit(sequence, (choice.token_id,), finish, logprobs=logprobs)
+        delivered = self._emit(sequence, (choice.token_id,), finish, logprobs=_logprobs(choice))
         return finish is not None or not delivered
 
     def _keep_one(self) -> None:
@@ -412,6 +409,12 @@ class EngineCore:
             log.exception("the sink of request %s failed", sequence.request.request_id)
             return False
         return True
+
+
+def _logprobs(choice: Choice) -> tuple[TokenLogprob, ...]:
+    if choice.logprob is None:
+        return ()
+    return (TokenLogprob(choice.token_id, choice.logprob, choice.top),)
 
 
 def _describe(error: Exception) -> str:

@@ -122,7 +122,7 @@ class Costs:
         known = self._loads.get(tier)
         if known is None:
             return prior
-        memory = 0.5 ** (max(now_s - known.at_s, 0.0) / _FORGET_HALF_LIFE_S)
+        memory: float = 0.5 ** (max(now_s - known.at_s, 0.0) / _FORGET_HALF_LIFE_S)
         return prior + (known.ms_per_mb - prior) * memory
 
 
