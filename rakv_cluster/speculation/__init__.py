@@ -1,0 +1,1 @@
+"""Drafting tokens, checking them in one forward, and deciding how many are worth it."""

@@ -1,0 +1,296 @@
+"""How many drafts each sequence gets in the next step.
+
+:func:`choose` is pure: it maps (hazards, ledgers, step costs) to a :class:`Decision` that says
+what it expected and why. :func:`settle` books what came of it. Neither reads a clock.
+
+A step's extra rows are shared out by chance of survival: the best use of R rows over all
+sequences is the R likeliest drafts (a draft never survives its predecessor's rejection, so the
+likeliest are always whole prefixes). Then R itself is the one that yields most tokens per ms for
+the whole step (goodput, as in TurboSpec, arXiv:2406.14066), among those the governor allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rakv_cluster.speculation.cost_model import StepCosts
+from rakv_cluster.speculation.governor import (
+    GovernorSettings,
+    ReplicaLedger,
+    RequestLedger,
+    allowance_ms,
+    charge,
+)
+from rakv_cluster.speculation.hazards import (
+    REPLICA_DECAY,
+    AcceptanceTracker,
+    Hazards,
+)
+
+DRAFT_MS_GAIN_UP = 0.5
+DRAFT_MS_GAIN_DOWN = 0.1
+"""A drafter that becomes slow is believed soon, one that recovers with hesitation."""
+
+
+class Reason(str, Enum):
+    """Why a step drafts as it does."""
+
+    DRAFTED = "drafted"
+    NO_DRAFT = "no_draft"
+    NO_COSTS = "no_costs"
+    NOT_WORTH = "not_worth"
+    GOVERNED = "governed"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """``margin`` is what drafting must promise over K=0.
+
+    After ``baseline_interval`` drafting steps one plain step is taken, so that the cost of K=0,
+    which everything is compared with, is never stale. A step's measured time is booked up to
+    ``stall_factor`` times the predicted one: the rest is the machine's doing. Guessing is cheap
+    up to ``cheap_draft_share`` of a plain step.
+    """
+
+    governor: GovernorSettings = field(default_factory=GovernorSettings)
+    max_drafts: int = 15
+    margin: float = 0.02
+    baseline_interval: int = 64
+    stall_factor: float = 3.0
+    cheap_draft_share: float = 0.001
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What a replica learns over all of its requests."""
+
+    hazards: Hazards = field(default_factory=lambda: Hazards(REPLICA_DECAY))
+    ledger: ReplicaLedger = field(default_factory=ReplicaLedger)
+    draft_ms: float = 0.0
+    drafting_steps: int = 0
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What is kept for one request while it runs."""
+
+    acceptance: AcceptanceTracker
+    ledger: RequestLedger
+
+    @classmethod
+    def begin(cls, replica: ReplicaState, *, prefill_ms: float) -> RequestState:
+        """State of a request whose prefill took so long."""
+        return cls(AcceptanceTracker(replica.hazards), RequestLedger(plain_ms=prefill_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One sequence of the step.
+
+    ``available`` drafts can be had and used, guessed behind a match of ``match_tokens``.
+    ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer.
+    """
+
+    state: RequestState
+    available: int
+    match_tokens: int = 0
+    forced: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A number of rows the step could have, and what it would bring."""
+
+    rows: int
+    ms: float
+    tokens: float
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Drafts per candidate, in order, with the prediction behind it.
+
+    ``base_ms`` is the step with forced drafts only; ``options`` are all that were weighed.
+    """
+
+    drafts: tuple[int, ...]
+    reason: Reason
+    rows: int
+    base_ms: float
+    predicted_ms: float
+    expected_tokens: float
+    allowance_ms: float
+    options: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step turned out to take and bring; ``plain_steps`` per candidate, in order.
+
+    ``draft_ms`` is 0 where the drafters were not asked.
+    """
+
+    forward_ms: float
+    draft_ms: float
+    plain_steps: tuple[int, ...]
+
+
+def may_draft(
+    settings: ControllerSettings,
+    replica: ReplicaState,
+    requests: Sequence[RequestState],
+    costs: StepCosts,
+) -> bool:
+    """Whether asking the drafters is itself affordable: a guess costs time even if unused.
+
+    One that costs next to nothing is worth making for what it teaches about acceptance; a dear
+    one only where the governor leaves enough to use it.
+    """
+    batch = len(requests)
+    base_ms = costs.at(batch)
+    if math.isinf(base_ms):
+        return True
+    ledgers = [request.ledger for request in requests]
+    allowed = allowance_ms(settings.governor, replica.ledger, ledgers, base_ms=base_ms, batch=batch)
+    needed_ms = replica.draft_ms
+    if needed_ms > settings.cheap_draft_share * base_ms:
+        needed_ms += costs.at(batch + 1) - base_ms
+    return needed_ms <= allowed
+
+
+def choose(
+    settings: ControllerSettings,
+    replica: ReplicaState,
+    candidates: Sequence[Candidate],
+    costs: StepCosts,
+    *,
+    draft_ms: float = 0.0,
+) -> Decision:
+    """Pick every candidate's number of drafts; changes nothing.
+
+    ``costs`` are for this batch at its mean context; ``draft_ms`` was spent on guessing already.
+    """
+    forced = [min(max(c.forced, 0), c.available) for c in candidates]
+    batch = len(candidates)
+    base_rows = batch + sum(forced)
+    base_ms = costs.at(base_rows)
+    free = [c for c in candidates if c.forced < 0]
+    allowed_ms = math.inf
+    if free and math.isfinite(base_ms):
+        allowed_ms = allowance_ms(
+            settings.governor,
+            replica.ledger,
+            [c.state.ledger for c in free],
+            base_ms=base_ms,
+            batch=batch,
+        )
+    slots = _slots(settings, candidates)
+    base = Option(base_rows, base_ms, float(batch), True)
+    options = _options(slots, costs, base, allowed_ms - draft_ms)
+    reason, best = _pick(settings, replica, options)
+    if not slots:
+        reason = Reason.NO_DRAFT
+    drafts = list(forced)
+    for _, index in slots[: best.rows - base_rows]:
+        drafts[index] += 1
+    return Decision(
+        drafts=tuple(drafts),
+        reason=reason,
+        rows=best.rows,
+        base_ms=base_ms,
+        predicted_ms=best.ms,
+        expected_tokens=best.tokens,
+        allowance_ms=allowed_ms,
+        options=options,
+    )
+
+
+def _slots(
+    settings: ControllerSettings, candidates: Sequence[Candidate]
+) -> list[tuple[float, int]]:
+    """``(chance of acceptance, candidate)`` of every draft that could be taken, best first."""
+    slots: list[tuple[float, int]] = []
+    for index, candidate in enumerate(candidates):
+        if candidate.forced >= 0 or candidate.available <= 0:
+            continue
+        count = min(candidate.available, settings.max_drafts)
+        chances = candidate.state.acceptance.survivals(candidate.match_tokens, count)
+        slots.extend((chance, index) for chance in chances)
+    # Stable: of equal chances in one sequence, the earlier draft stays in front.
+    slots.sort(key=lambda slot: -slot[0])
+    return slots
+
+
+def _options(
+    slots: Sequence[tuple[float, int]], costs: StepCosts, base: Option, allowed_ms: float
+) -> tuple[Option, ...]:
+    """K=0 first, then one option per rows bucket, each filled with the likeliest drafts."""
+    options = [base]
+    tokens, taken = base.tokens, 0
+    for edge, ms in zip(costs.rows, costs.ms, strict=True):
+        if edge <= base.rows or taken == len(slots):
+            continue
+        fill = min(edge - base.rows, len(slots))
+        tokens += sum(chance for chance, _ in slots[taken:fill])
+        taken = fill
+        options.append(Option(base.rows + fill, ms, tokens, ms - base.ms <= allowed_ms))
+    return tuple(options)
+
+
+def _pick(
+    settings: ControllerSettings, replica: ReplicaState, options: Sequence[Option]
+) -> tuple[Reason, Option]:
+    base = options[0]
+    if math.isinf(base.ms):
+        return Reason.NO_COSTS, base
+    least = (1 + settings.margin) * base.tokens / base.ms
+    worth = [option for option in options[1:] if option.tokens / option.ms > least]
+    if not worth:
+        return Reason.NOT_WORTH, base
+    allowed = [option for option in worth if option.allowed]
+    if not allowed:
+        return Reason.GOVERNED, base
+    if replica.drafting_steps >= settings.baseline_interval:
+        return Reason.BASELINE, base
+    return Reason.DRAFTED, max(allowed, key=lambda option: option.tokens / option.ms)
+
+
+def settle(
+    settings: ControllerSettings,
+    replica: ReplicaState,
+    candidates: Sequence[Candidate],
+    decision: Decision,
+    result: StepResult,
+) -> None:
+    """Book a step's cost to the ledgers. Acceptance is scored by each request's tracker.
+
+    A plain step costs what K=0 costs by definition, plus the guessing; forced requests are
+    neither charged nor protected.
+    """
+    drafting = decision.reason is Reason.DRAFTED
+    if drafting:
+        replica.drafting_steps += 1
+    elif decision.rows == len(candidates):
+        replica.drafting_steps = 0
+    if result.draft_ms > 0:
+        rise_ms = result.draft_ms - replica.draft_ms
+        replica.draft_ms += rise_ms * (DRAFT_MS_GAIN_UP if rise_ms > 0 else DRAFT_MS_GAIN_DOWN)
+    free = [index for index, candidate in enumerate(candidates) if candidate.forced < 0]
+    if not free or math.isinf(decision.base_ms):
+        return
+    spent_ms = decision.base_ms
+    if drafting:
+        spent_ms = min(result.forward_ms, settings.stall_factor * decision.predicted_ms)
+    charge(
+        settings.governor,
+        replica.ledger,
+        [candidates[index].state.ledger for index in free],
+        base_ms=decision.base_ms,
+        spent_ms=spent_ms + result.draft_ms,
+        plain_steps=[result.plain_steps[index] for index in free],
+    )

@@ -1,0 +1,325 @@
+"""What a step costs on this replica: measured, never modelled.
+
+Cost over rows is not convex (kernels switch at row counts), so there is no formula to fit: a cell
+per (rows, context, batch) bucket holds what was measured. Steps of one (context, batch) form a
+*column*; its *base* is the step of one row per sequence (K=0), and its wider steps are kept as
+ratios to the base: kernels fix the ratio, while the base follows the machine's load. All bases
+share a *level*, so that a column that is not in use is not left behind with yesterday's times.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rakv_cluster.errors import ConfigError
+
+FORMAT = 1
+
+LEVEL_GAIN = 0.1
+CELL_GAIN = 0.1
+CLIP = math.log(1.5)
+"""Largest change of a log cost that one measurement can argue for: a stall is not a new cost."""
+
+Column = tuple[int, int]
+"""(context bucket, batch bucket)"""
+
+
+@dataclass(frozen=True, slots=True)
+class CostBuckets:
+    """Upper edges, ascending. A step belongs to the smallest edge it does not exceed.
+
+    ``rows`` follow the runner's kernels: where rows are padded up to a packed size, only that
+    size is an edge. Contexts are tokens per sequence, averaged over the step's sequences.
+    """
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16, 24, 32, 48, 64)
+    context: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    batch: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+    def __post_init__(self) -> None:
+        for name, edges in asdict(self).items():
+            if not edges or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
+                raise ConfigError(f"cost buckets of {name} must ascend from 1 or more", field=name)
+
+    def covers(self, rows: int) -> bool:
+        """Whether a step of so many rows has a bucket."""
+        return rows <= self.rows[-1]
+
+    def rows_edge(self, rows: int) -> int:
+        """The rows bucket of a step."""
+        return _edge(self.rows, rows)
+
+    def column(self, *, context_tokens: int, batch: int) -> Column:
+        """The other two buckets; contexts and batches beyond the last edge belong to it."""
+        return (_edge(self.context, context_tokens), _edge(self.batch, batch))
+
+
+def _edge(edges: tuple[int, ...], value: int) -> int:
+    return edges[min(bisect_left(edges, value), len(edges) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Milliseconds of a decode step by its number of rows, for one batch at one context.
+
+    ``rows`` ascend; a step costs what the next edge costs. Empty where nothing was measured.
+    """
+
+    rows: tuple[int, ...] = ()
+    ms: tuple[float, ...] = ()
+
+    def at(self, rows: int) -> float:
+        """Cost of a step of ``rows``; infinite beyond what was measured."""
+        index = bisect_left(self.rows, rows)
+        return self.ms[index] if index < len(self.ms) else math.inf
+
+
+ARMS = (0, 1, 2, 3, 4, 7, 8, 15)
+"""Fixed numbers of drafts that hindsight compares with: the paper's, and full packed rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmCosts:
+    """What a decision cost, and what every one of :data:`ARMS` would have cost in its place."""
+
+    chosen: int
+    chosen_ms: float
+    arm_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, costs: StepCosts, *, base_rows: int, chosen: int) -> ArmCosts:
+        """For one sequence of a step, the others left at one row each."""
+        arm_ms = tuple(costs.at(base_rows + drafts) for drafts in ARMS)
+        return cls(chosen, costs.at(base_rows + chosen), arm_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class CostSample:
+    """One measured step; ``batch`` sequences of ``context_tokens`` each."""
+
+    rows: int
+    context_tokens: int
+    batch: int
+    ms: float
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A robust mean in the log domain."""
+
+    value: float
+    samples: int
+
+    def move(self, clipped: float) -> None:
+        # The first samples are averaged, so that a cell is not its first measurement for long.
+        self.samples += 1
+        self.value *= math.exp(clipped * max(CELL_GAIN, 1.0 / self.samples))
+
+
+class CostTable:
+    """Measured columns, kept current by :meth:`observe`. Used by one thread.
+
+    A wide step says nothing about its base: were it to move base or level, a ratio that is wrongly
+    small would slow the base down with it and never be found out.
+    """
+
+    def __init__(self, buckets: CostBuckets) -> None:
+        self.buckets = buckets
+        self._level = 1.0
+        self._bases: dict[Column, _Cell] = {}
+        self._ratios: dict[Column, dict[int, _Cell]] = {}
+        self._known: dict[tuple[Column, int], StepCosts] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no plain step was ever measured."""
+        return not self._bases
+
+    def observe(self, sample: CostSample) -> None:
+        """Learn from a decode step; steps beyond the last rows bucket are not kept."""
+        if not self.buckets.covers(sample.rows) or sample.ms <= 0:
+            return
+        self._known.clear()
+        column = self.buckets.column(context_tokens=sample.context_tokens, batch=sample.batch)
+        rows = self.buckets.rows_edge(sample.rows)
+        if rows <= self._base_rows(column):
+            self._observe_base(column, sample.ms)
+        else:
+            self._observe_ratio(column, rows, sample.ms)
+
+    def _observe_base(self, column: Column, ms: float) -> None:
+        expected_ms = self._base(column) * self._level
+        if math.isinf(expected_ms):
+            self._bases[column] = _Cell(ms / self._level, 1)
+            return
+        clipped = _clip(math.log(ms / expected_ms))
+        if column in self._bases:
+            self._level *= math.exp(clipped * LEVEL_GAIN)
+        self._bases.setdefault(column, _Cell(self._base(column), 0)).move(clipped)
+
+    def _observe_ratio(self, column: Column, rows: int, ms: float) -> None:
+        base_ms = self._base(column) * self._level
+        if math.isinf(base_ms):
+            return
+        ratios = self._ratios.setdefault(column, {})
+        expected = self._ratio(column, rows)
+        if math.isinf(expected):
+            ratios[rows] = _Cell(ms / base_ms, 1)
+            return
+        cell = ratios.setdefault(rows, _Cell(expected, 0))
+        cell.move(_clip(math.log(ms / (expected * base_ms))))
+
+    def step_costs(self, *, batch: int, context_tokens: int) -> StepCosts:
+        """Costs of every rows bucket for ``batch`` sequences at this mean context."""
+        column = self.buckets.column(context_tokens=context_tokens, batch=batch)
+        if not self.buckets.covers(batch) or not self._bases:
+            return StepCosts()
+        first = bisect_left(self.buckets.rows, batch)
+        known = self._known.get((column, first))
+        if known is None:
+            base_ms = self._base(column) * self._level
+            costs = [
+                (rows, base_ms * self._ratio(column, rows)) for rows in self.buckets.rows[first:]
+            ]
+            finite = [(rows, ms) for rows, ms in costs if math.isfinite(ms)]
+            known = StepCosts(tuple(rows for rows, _ in finite), tuple(ms for _, ms in finite))
+            self._known[column, first] = known
+        return known
+
+    def _base_rows(self, column: Column) -> int:
+        return self.buckets.rows_edge(column[1])
+
+    def _base(self, column: Column) -> float:
+        """A column's base, or that of the nearest measured one; infinite if there is none.
+
+        For a larger batch, as many rows of the donor's sequences stand in, if they were measured.
+        """
+        cell = self._bases.get(column)
+        if cell is not None:
+            return cell.value
+        if not self._bases:
+            return math.inf
+        donor = min(self._bases, key=lambda other: _distance(column, other))
+        as_wide = self._measured_ratio(donor, self._base_rows(column))
+        return self._bases[donor].value * (as_wide if math.isfinite(as_wide) else 1.0)
+
+    def _ratio(self, column: Column, rows: int) -> float:
+        """Cost of ``rows`` over the column's base: measured, else as in the nearest column that
+        has measured both; infinite if none has."""
+        own = self._measured_ratio(column, rows)
+        if math.isfinite(own):
+            return own
+        base_rows = self._base_rows(column)
+        donors = [
+            (other, wide / narrow)
+            for other in self._ratios
+            if math.isfinite(wide := self._measured_ratio(other, rows))
+            and math.isfinite(narrow := self._measured_ratio(other, base_rows))
+        ]
+        if not donors:
+            return math.inf
+        return min(donors, key=lambda donor: _distance(column, donor[0]))[1]
+
+    def _measured_ratio(self, column: Column, rows: int) -> float:
+        if rows == self._base_rows(column):
+            return 1.0
+        cell = self._ratios.get(column, {}).get(rows)
+        return cell.value if cell is not None else math.inf
+
+    def to_json(self) -> dict[str, object]:
+        """The table as plain data."""
+        return {
+            "buckets": {name: list(edges) for name, edges in asdict(self.buckets).items()},
+            "level": self._level,
+            "bases": [[*column, cell.value, cell.samples] for column, cell in self._bases.items()],
+            "ratios": [
+                [*column, rows, cell.value, cell.samples]
+                for column, cells in self._ratios.items()
+                for rows, cell in cells.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], buckets: CostBuckets) -> CostTable:
+        """What :meth:`to_json` gave.
+
+        Raises ``ValueError``, ``TypeError`` or ``KeyError`` if it is for other buckets or unsound.
+        """
+        table = cls(buckets)
+        if data["buckets"] != table.to_json()["buckets"]:
+            raise ValueError("costs were measured for other buckets")
+        table._level = _positive(data["level"])
+        for context, batch, value, samples in data["bases"]:
+            table._bases[int(context), int(batch)] = _Cell(_positive(value), int(samples))
+        for context, batch, rows, value, samples in data["ratios"]:
+            column = table._ratios.setdefault((int(context), int(batch)), {})
+            column[int(rows)] = _Cell(_positive(value), int(samples))
+        return table
+
+
+def _clip(surprise: float) -> float:
+    return min(max(surprise, -CLIP), CLIP)
+
+
+def _positive(value: float) -> float:
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{value} is no cost")
+    return float(value)
+
+
+def _distance(column: Column, other: Column) -> tuple[float, float]:
+    """Batches differ more than contexts do: they change which kernels run."""
+    context, batch = (abs(math.log(a / b)) for a, b in zip(column, other, strict=True))
+    return (batch, context)
+
+
+@dataclass(frozen=True, slots=True)
+class CostIdentity:
+    """What measured costs hold for: anything that differs makes them someone else's."""
+
+    machine: str
+    model_digest: str
+    numeric_class: str
+
+
+def costs_path(cache_dir: Path, identity: CostIdentity) -> Path:
+    """File of a machine's and model's costs in the cache folder."""
+    name = f"{identity.machine}-{identity.model_digest[:16]}-{identity.numeric_class}"
+    return cache_dir / "costs" / f"{''.join(c if c.isalnum() else '-' for c in name)}.json"
+
+
+def save_costs(path: Path, identity: CostIdentity, table: CostTable) -> None:
+    """Write atomically; raises ``OSError`` where the folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, "identity": asdict(identity), **table.to_json()})
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def load_costs(path: Path, identity: CostIdentity, buckets: CostBuckets) -> CostTable:
+    """The saved table; an empty one if there is none, it is damaged, or it is for another model.
+
+    A damaged file costs a self-benchmark, no more, so why it was refused is not reported.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] == FORMAT and data["identity"] == asdict(identity):
+            return CostTable.from_json(data, buckets)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # the empty table says it
+    return CostTable(buckets)
+
+
+def observe_all(table: CostTable, samples: Iterable[CostSample]) -> None:
+    """Feed a self-benchmark's samples to a table."""
+    for sample in samples:
+        table.observe(sample)

@@ -1,0 +1,178 @@
+"""How likely drafts are accepted: decayed counts by confidence and position, no exploration.
+
+A drafter guesses at every step, used or not, and each guess is scored against the tokens that
+follow. A *hazard* is the chance that draft ``j`` is right given that drafts ``0..j-1`` were. It
+rises with depth (0.4-0.8 first, then ~0.9: DESIGN.md section 8), so one rate would be wrong.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from rakv_cluster.speculation.cost_model import ArmCosts
+
+MATCH_EDGES = (3, 4, 6, 9, 17, 33)
+"""Match lengths where a new bucket begins: 2 | 3 | 4-5 | 6-8 | 9-16 | 17-32 | 33 and more."""
+
+POSITIONS = 6
+"""Depths with a hazard of their own; deeper drafts share the last one."""
+
+REQUEST_DECAY = 0.93
+REPLICA_DECAY = 0.998
+SHRINK_WEIGHT = 8.0
+"""How many observations a cell's parent counts for."""
+
+PRIOR_FIRST = 0.4
+PRIOR_LATER = 0.75
+
+
+class LastOutcome(IntEnum):
+    """How the first draft of a request's latest scored guess fared."""
+
+    UNKNOWN = 0
+    MISS = 1
+    HIT = 2
+
+
+CONTEXTS = (len(MATCH_EDGES) + 1) * len(LastOutcome)
+
+
+def context_of(match_tokens: int, last: LastOutcome) -> int:
+    """Index of the cell row for a guess with this match length behind this outcome."""
+    return bisect_right(MATCH_EDGES, match_tokens) * len(LastOutcome) + last
+
+
+class Hazards:
+    """Decayed accepted / tried counts per (context, position)."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._tried = [0.0] * (CONTEXTS * POSITIONS)
+        self._accepted = [0.0] * (CONTEXTS * POSITIONS)
+
+    def record(self, context: int, position: int, accepted: bool) -> None:
+        """Count one draft that was looked at: ``position`` 0 is the first of its guess."""
+        cell = context * POSITIONS + min(position, POSITIONS - 1)
+        self._tried[cell] = self._tried[cell] * self._decay + 1.0
+        self._accepted[cell] = self._accepted[cell] * self._decay + accepted
+
+    def by_position(self) -> tuple[float, ...]:
+        """Acceptance at each position over all contexts, unshrunk; 0 where nothing was tried."""
+        rates = []
+        for position in range(POSITIONS):
+            tried = sum(self._tried[position::POSITIONS])
+            rates.append(sum(self._accepted[position::POSITIONS]) / tried if tried else 0.0)
+        return tuple(rates)
+
+    def estimate(self, context: int, position: int, toward: float) -> float:
+        """Acceptance, shrunk towards a parent's estimate."""
+        cell = context * POSITIONS + position
+        return (self._accepted[cell] + SHRINK_WEIGHT * toward) / (self._tried[cell] + SHRINK_WEIGHT)
+
+
+def hazard(request: Hazards, replica: Hazards, context: int, position: int) -> float:
+    """A request's estimate, shrunk to the replica's, shrunk to the prior."""
+    prior = PRIOR_FIRST if position == 0 else PRIOR_LATER
+    return request.estimate(context, position, replica.estimate(context, position, prior))
+
+
+def survivals(request: Hazards, replica: Hazards, context: int, count: int) -> list[float]:
+    """For each of ``count`` drafts, the chance that it and all in front of it are accepted."""
+    alive, chances = 1.0, []
+    rate = 0.0
+    for position in range(count):
+        if position < POSITIONS:
+            rate = hazard(request, replica, context, position)
+        alive *= rate
+        chances.append(alive)
+    return chances
+
+
+@dataclass(slots=True)
+class Trial:
+    """A guess and how far the tokens that followed have borne it out."""
+
+    context: int
+    token_ids: tuple[int, ...]
+    costs: ArmCosts
+    matched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTrial:
+    """A guess whose fate is known: ``accepted`` of its tokens came, then another or none left."""
+
+    accepted: int
+    costs: ArmCosts
+
+
+class AcceptanceTracker:
+    """One request's hazards, and the guesses still being scored.
+
+    Only decision points are scored. At K=0 a token that was guessed right would not have been a
+    decision point had it been drafted, so no trial is opened on it: scoring every position
+    over-estimates, because easy positions sit inside accepted runs. Every step emits a token, so
+    no more trials are open at once than a guess has tokens.
+    """
+
+    def __init__(self, replica: Hazards) -> None:
+        self.hazards = Hazards(REQUEST_DECAY)
+        self._replica = replica
+        self._trials: list[Trial] = []
+        self._last = LastOutcome.UNKNOWN
+        self._skip_next = False
+
+    def context(self, match_tokens: int) -> int:
+        """Cell row for a guess made now."""
+        return context_of(match_tokens, self._last)
+
+    def survivals(self, match_tokens: int, count: int) -> list[float]:
+        """For each of ``count`` drafts of a guess made now, its chance of being accepted."""
+        return survivals(self.hazards, self._replica, self.context(match_tokens), count)
+
+    def observe(
+        self,
+        drafts: Sequence[int],
+        match_tokens: int,
+        emitted: Sequence[int],
+        costs: ArmCosts,
+    ) -> list[ScoredTrial]:
+        """A step guessed ``drafts``, had ``costs.chosen`` checked and emitted ``emitted``.
+
+        Returns the trials that this settles.
+        """
+        verified = costs.chosen
+        opened = bool(drafts) and not (self._skip_next and verified == 0)
+        if opened:
+            self._trials.append(Trial(self.context(match_tokens), tuple(drafts), costs))
+        first_right = bool(drafts) and bool(emitted) and drafts[0] == emitted[0]
+        self._skip_next = opened and verified == 0 and first_right
+        if opened and emitted:
+            self._last = LastOutcome.HIT if first_right else LastOutcome.MISS
+        return self._score(emitted)
+
+    def _score(self, emitted: Sequence[int]) -> list[ScoredTrial]:
+        settled, alive = [], []
+        for trial in self._trials:
+            if self._advance(trial, emitted):
+                alive.append(trial)
+            else:
+                settled.append(ScoredTrial(trial.matched, trial.costs))
+        self._trials = alive
+        return settled
+
+    def _advance(self, trial: Trial, emitted: Sequence[int]) -> bool:
+        """Score a trial against new tokens; returns whether some of it is still open."""
+        for token in emitted:
+            right = trial.token_ids[trial.matched] == token
+            for table in (self.hazards, self._replica):
+                table.record(trial.context, trial.matched, right)
+            if not right:
+                return False
+            trial.matched += 1
+            if trial.matched == len(trial.token_ids):
+                return False
+        return True

@@ -1,0 +1,82 @@
+"""Seed the cost table: time a few decode steps of every shape at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.model.step import Runner, Span, Step
+from rakv_cluster.speculation.cost_model import CostSample
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkPlan:
+    """Shapes to time: every ``rows`` of one sequence at every context.
+
+    Rounds are interleaved over all shapes, so that a spell of load falls on all of them alike,
+    and the median of a shape's rounds is reported. The first round is always run; none begins
+    after ``budget_s``.
+    """
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16)
+    context_tokens: tuple[int, ...] = (256, 2048)
+    rounds: int = 5
+    budget_s: float = 10.0
+
+
+def measure_costs(runner: Runner, plan: BenchmarkPlan, clock: Clock) -> list[CostSample]:
+    """Time ``runner.forward`` for the plan's shapes; contexts are cut to what the model has.
+
+    Blocks the calling thread, which must own the runner; uses buffers of its own.
+    """
+    steps = {
+        (rows, context): step
+        for context in sorted({min(c, runner.context_tokens) for c in plan.context_tokens})
+        for rows, step in _decode_steps(runner, plan.rows, context)
+    }
+    times_ms: dict[tuple[int, int], list[float]] = {shape: [] for shape in steps}
+    began_s = clock.monotonic_s()
+    for step in steps.values():
+        runner.forward(step)
+    for done in range(plan.rounds):
+        if done and clock.monotonic_s() - began_s > plan.budget_s:
+            break
+        for shape, step in steps.items():
+            started_s = clock.monotonic_s()
+            # argmax waits for the logits, also where the forward only queues kernels.
+            runner.forward(step).argmax(dim=-1).cpu()
+            times_ms[shape].append((clock.monotonic_s() - started_s) * 1e3)
+    return [
+        CostSample(rows=rows, context_tokens=context, batch=1, ms=median(times))
+        for (rows, context), times in times_ms.items()
+        if times
+    ]
+
+
+def _decode_steps(
+    runner: Runner, row_counts: tuple[int, ...], context_tokens: int
+) -> list[tuple[int, Step]]:
+    """Steps of one sequence that end at ``context_tokens``, with logits for all of their rows.
+
+    They share one buffer: what it holds does not change what a step costs.
+    """
+    layout = runner.layout
+    shape = layout.shape(context_tokens)
+    buffer = KvBuffer(torch.zeros(shape, dtype=layout.torch_dtype, device=runner.device))
+    steps = []
+    for rows in row_counts:
+        first = context_tokens - rows
+        if first < 0:
+            continue
+        step = Step(
+            token_ids=torch.arange(rows) % runner.vocab_size,
+            positions=torch.arange(first, context_tokens),
+            spans=(Span(buffer, 0, rows, first, context_tokens - 1),),
+            logit_rows=torch.arange(rows),
+        )
+        steps.append((rows, step))
+    return steps

@@ -1,0 +1,160 @@
+"""A replica's speculation against scripted drafters and costs, in virtual time.
+
+Everything that decides is the real code; only the model is replaced, by a cost function and by
+scripts that say how many tokens of each guess will turn out right. It shows what the controller
+would do on hardware where a step costs this much, and tests hold the governor to its bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rakv_cluster.speculation.controller import ControllerSettings, Decision
+from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.drafters import Draft
+from rakv_cluster.speculation.speculator import Speculation, Speculator
+from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
+from rakv_cluster.testing.clock import ManualClock
+
+WRONG_TOKEN = -1
+"""Never chosen: the right token at output position ``p`` is ``p`` itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A scripted draft: the model will choose its first ``right`` tokens of ``length``."""
+
+    length: int
+    right: int
+    match_tokens: int = 8
+    draft_ms: float = 0.0
+
+
+Script = Callable[[int], Guess]
+"""Output position -> what the drafter guesses there."""
+
+
+class ScriptedDrafter:
+    """Plays a script; guessing moves the clock by the script's ``draft_ms``."""
+
+    def __init__(self, script: Script, clock: ManualClock) -> None:
+        self._script = script
+        self._clock = clock
+        self._position = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._position += len(token_ids)
+
+    def propose(self, max_tokens: int) -> Draft:
+        guess, start = self._script(self._position), self._position
+        self._clock.advance(guess.draft_ms / 1e3)
+        length = min(guess.length, max_tokens)
+        ids = tuple(start + i if i < guess.right else WRONG_TOKEN for i in range(length))
+        return Draft(ids, guess.match_tokens if ids else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """One step as it really went; ``plain_ms`` is the true cost of its K=0 step."""
+
+    decision: Decision
+    ms: float
+    plain_ms: float
+    emitted: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted over all requests."""
+        return sum(self.emitted)
+
+    @property
+    def plain_time_ms(self) -> float:
+        """True time of plain decoding for the same tokens."""
+        return self.plain_ms * self.tokens / len(self.emitted)
+
+
+@dataclass(slots=True)
+class _Running:
+    speculation: Speculation
+    tokens_left: int
+    position: int = 0
+
+
+StepTime = Callable[[int, int], float]
+"""(rows, batch) -> true milliseconds of a step."""
+
+
+@dataclass(slots=True)
+class SimulatedReplica:
+    """One replica; what it learned carries over from one :meth:`run` to the next."""
+
+    step_ms: StepTime
+    settings: ControllerSettings = field(default_factory=ControllerSettings)
+    buckets: CostBuckets = field(default_factory=CostBuckets)
+    context_tokens: int = 256
+    clock: ManualClock = field(default_factory=ManualClock)
+    speculator: Speculator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.speculator = Speculator(CostTable(self.buckets), self.settings, self.clock)
+
+    def seed_costs(self, batch: int = 1) -> None:
+        """Measure every rows bucket once, as the self-benchmark does."""
+        for rows in self.buckets.rows:
+            if rows >= batch:
+                sample = CostSample(rows, self.context_tokens, batch, self.step_ms(rows, batch))
+                self.speculator.table.observe(sample)
+
+    def run(
+        self, scripts: Sequence[Script], *, output_tokens: int, prefill_ms: float = 0.0
+    ) -> list[SimulatedStep]:
+        """Serve one request per script, all at once, each of ``output_tokens`` tokens."""
+        running = [self._begin(script, output_tokens, prefill_ms) for script in scripts]
+        steps = []
+        while running:
+            steps.append(self._step(running))
+            for request in running:
+                if not request.tokens_left:
+                    self.speculator.finish(request.speculation)
+            running = [request for request in running if request.tokens_left]
+        return steps
+
+    def _begin(self, script: Script, output_tokens: int, prefill_ms: float) -> _Running:
+        speculation = self.speculator.begin((), mode="auto", prefill_ms=prefill_ms)
+        speculation.drafter = ScriptedDrafter(script, self.clock)
+        return _Running(speculation, output_tokens)
+
+    def _step(self, running: Sequence[_Running]) -> SimulatedStep:
+        batch = len(running)
+        sequences = [request.speculation for request in running]
+        limits = [
+            draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left)
+            for request in running
+        ]
+        plan = self.speculator.plan(sequences, limits, context_tokens=self.context_tokens)
+        rows = batch + sum(len(drafts) for drafts in plan.drafts)
+        forward_ms = self.step_ms(rows, batch)
+        self.clock.advance(forward_ms / 1e3)
+        verdicts, emitted = [], []
+        for request, drafts in zip(running, plan.drafts, strict=True):
+            verdict, tokens = _verify(request, drafts)
+            verdicts.append(verdict)
+            emitted.append(tokens)
+        self.speculator.settle(plan, sequences, emitted, verdicts, forward_ms=forward_ms)
+        return SimulatedStep(
+            decision=plan.decision,
+            ms=forward_ms + plan.draft_ms,
+            plain_ms=self.step_ms(batch, batch),
+            emitted=tuple(len(tokens) for tokens in emitted),
+        )
+
+
+def _verify(request: _Running, drafts: Sequence[int]) -> tuple[Verdict, list[int]]:
+    chosen = list(range(request.position, request.position + len(drafts) + 1))
+    verdict = judge_block(
+        drafts, chosen, tokens_left=request.tokens_left, stop_token_ids=frozenset()
+    )
+    request.position += verdict.emitted
+    request.tokens_left -= verdict.emitted
+    return verdict, chosen[: verdict.emitted]

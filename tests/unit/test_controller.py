@@ -1,0 +1,183 @@
+"""Single decisions: what is chosen, and the reason that is given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rakv_cluster.speculation.controller import (
+    Candidate,
+    ControllerSettings,
+    Reason,
+    ReplicaState,
+    RequestState,
+    StepResult,
+    choose,
+    may_draft,
+    settle,
+)
+from rakv_cluster.speculation.cost_model import ArmCosts, StepCosts
+from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+
+CHEAP = StepCosts((1, 2, 3, 4, 8, 16), (30.0, 30.5, 31.0, 31.5, 33.0, 36.0))
+DEAR = StepCosts((1, 2, 4, 8), (30.0, 55.0, 105.0, 205.0))
+UNGOVERNED = ControllerSettings(governor=GovernorSettings(GovernorMode.THROUGHPUT))
+
+
+def request(replica: ReplicaState, *, hit_rate: float | None = None) -> RequestState:
+    """A request with 10 s of prefill to its credit, and some history."""
+    state = RequestState.begin(replica, prefill_ms=10_000.0)
+    for index in range(60 if hit_rate is not None else 0):
+        token = 1 if (index + 1) * (hit_rate or 0.0) // 1 > index * (hit_rate or 0.0) // 1 else 2
+        emitted = [token] * 16 if token == 1 else [token]
+        state.acceptance.observe([1] * 15, 8, emitted, ArmCosts(15, 1.0, ()))
+    return state
+
+
+def test_likely_drafts_fill_the_widest_rows() -> None:
+    replica = ReplicaState()
+
+    decision = choose(
+        ControllerSettings(), replica, [Candidate(request(replica, hit_rate=1.0), 15, 8)], CHEAP
+    )
+
+    assert decision.drafts == (15,)
+    assert decision.reason is Reason.DRAFTED
+    assert decision.rows == 16
+    assert decision.predicted_ms == 36.0
+    assert [option.rows for option in decision.options] == [1, 2, 3, 4, 8, 16]
+
+
+def test_unlikely_drafts_are_not_worth_it() -> None:
+    replica = ReplicaState()
+
+    decision = choose(
+        ControllerSettings(), replica, [Candidate(request(replica, hit_rate=0.0), 15, 8)], DEAR
+    )
+
+    assert decision.drafts == (0,)
+    assert decision.reason is Reason.NOT_WORTH
+    assert decision.expected_tokens == 1.0
+
+
+def test_a_gain_within_the_margin_is_not_taken() -> None:
+    replica = ReplicaState()
+    candidate = Candidate(request(replica), 1, 8)  # prior: 1.4 tokens
+    just_short = StepCosts((1, 2), (30.0, 30.0 * 1.4 / 1.019))
+    enough = StepCosts((1, 2), (30.0, 30.0 * 1.4 / 1.021))
+
+    assert choose(UNGOVERNED, replica, [candidate], just_short).reason is Reason.NOT_WORTH
+    assert choose(UNGOVERNED, replica, [candidate], enough).reason is Reason.DRAFTED
+
+
+def test_without_guesses_or_costs_the_step_is_plain() -> None:
+    replica = ReplicaState()
+    state = request(replica)
+
+    nothing = choose(ControllerSettings(), replica, [Candidate(state, 0)], CHEAP)
+    unmeasured = choose(ControllerSettings(), replica, [Candidate(state, 5, 8)], StepCosts())
+
+    assert (nothing.drafts, nothing.reason) == ((0,), Reason.NO_DRAFT)
+    assert (unmeasured.drafts, unmeasured.reason) == ((0,), Reason.NO_COSTS)
+
+
+def test_the_governor_vetoes_what_it_cannot_afford_to_lose() -> None:
+    replica = ReplicaState()
+    state = RequestState.begin(replica, prefill_ms=0.0)
+
+    decision = choose(ControllerSettings(), replica, [Candidate(state, 1, 8)], CHEAP)
+    strict = choose(
+        ControllerSettings(governor=GovernorSettings(GovernorMode.STRICT)),
+        replica,
+        [Candidate(state, 1, 8)],
+        CHEAP,
+    )
+
+    assert decision.reason is Reason.DRAFTED  # 0.5 ms of the 1.5 ms that 5% of one token allow
+    assert strict.reason is Reason.GOVERNED
+    assert strict.allowance_ms == pytest.approx(0.3)
+
+
+def test_drafts_go_to_the_sequences_where_they_are_likeliest() -> None:
+    replica = ReplicaState()
+    likely, unlikely = request(replica, hit_rate=1.0), request(ReplicaState(), hit_rate=0.0)
+
+    decision = choose(
+        ControllerSettings(),
+        replica,
+        [Candidate(unlikely, 15, 8), Candidate(likely, 15, 8)],
+        StepCosts((2, 4, 8), (30.0, 31.0, 300.0)),
+    )
+
+    assert decision.drafts == (0, 2)
+
+
+def test_forced_drafts_are_taken_whatever_they_cost_and_rows_left_are_shared() -> None:
+    replica = ReplicaState()
+    candidates = [
+        Candidate(request(replica), 4, 8, forced=4),
+        Candidate(request(replica), 0, 0, forced=4),
+        Candidate(request(replica, hit_rate=1.0), 15, 8),
+    ]
+
+    decision = choose(ControllerSettings(), replica, candidates, CHEAP)
+
+    assert decision.drafts[:2] == (4, 0)
+    assert decision.base_ms == 33.0
+    assert decision.drafts[2] == 9  # 3 + 4 rows are given, 16 can be had
+    assert choose(ControllerSettings(), replica, candidates[:1], StepCosts()).drafts == (4,)
+
+
+def test_a_plain_step_is_taken_now_and_then_to_keep_its_cost_fresh() -> None:
+    replica, settings = ReplicaState(), ControllerSettings(baseline_interval=3)
+    candidates = [Candidate(request(replica, hit_rate=1.0), 15, 8)]
+    reasons = []
+
+    for _ in range(8):
+        decision = choose(settings, replica, candidates, CHEAP)
+        reasons.append(decision.reason)
+        settle(settings, replica, candidates, decision, StepResult(30.0, 0.0, (1,)))
+
+    assert reasons == [*[Reason.DRAFTED] * 3, Reason.BASELINE, *[Reason.DRAFTED] * 3,
+                       Reason.BASELINE]  # fmt: skip
+
+
+def test_deciding_changes_nothing() -> None:
+    replica = ReplicaState()
+    candidates = [Candidate(request(replica, hit_rate=0.5), 15, 8)]
+
+    first = choose(ControllerSettings(), replica, candidates, CHEAP)
+
+    assert choose(ControllerSettings(), replica, candidates, CHEAP) == first
+
+
+def test_a_stall_is_not_booked_as_the_price_of_drafting() -> None:
+    replica, settings = ReplicaState(), ControllerSettings()
+    candidates = [Candidate(request(replica, hit_rate=1.0), 1, 8)]
+    decision = choose(settings, replica, candidates, CHEAP)
+
+    settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, (1,)))
+
+    assert replica.ledger.overspend_ms == pytest.approx(3 * 30.5 - 30.0)
+
+
+def test_a_slow_drafter_is_not_asked_until_its_guess_could_be_used() -> None:
+    settings, replica = ControllerSettings(), ReplicaState(draft_ms=3.0)
+    poor = RequestState.begin(replica, prefill_ms=0.0)
+    rich = RequestState.begin(replica, prefill_ms=10_000.0)
+
+    assert not may_draft(settings, replica, [poor], CHEAP)
+    assert may_draft(settings, replica, [rich], CHEAP)
+    assert may_draft(settings, ReplicaState(draft_ms=0.01), [poor], CHEAP)
+    assert may_draft(settings, replica, [poor], StepCosts())
+
+
+def test_everything_finite_is_explained() -> None:
+    replica = ReplicaState()
+    decision = choose(ControllerSettings(), replica, [Candidate(request(replica), 3, 8)], CHEAP)
+
+    assert math.isfinite(decision.predicted_ms)
+    assert decision.options[0].tokens == 1.0
+    chosen = next(option for option in decision.options if option.rows == decision.rows)
+    assert (chosen.ms, chosen.tokens) == (decision.predicted_ms, decision.expected_tokens)

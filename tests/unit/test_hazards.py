@@ -1,0 +1,100 @@
+"""Acceptance estimates: where they start, how they move, what is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from rakv_cluster.speculation.cost_model import ArmCosts
+from rakv_cluster.speculation.hazards import (
+    PRIOR_FIRST,
+    PRIOR_LATER,
+    REPLICA_DECAY,
+    AcceptanceTracker,
+    Hazards,
+)
+
+
+def costs(chosen: int) -> ArmCosts:
+    return ArmCosts(chosen, 1.0, ())
+
+
+def tracker() -> AcceptanceTracker:
+    return AcceptanceTracker(Hazards(REPLICA_DECAY))
+
+
+def test_a_new_request_on_a_new_replica_starts_from_the_prior() -> None:
+    chances = tracker().survivals(5, 3)
+
+    assert chances == pytest.approx(
+        [PRIOR_FIRST, PRIOR_FIRST * PRIOR_LATER, PRIOR_FIRST * PRIOR_LATER**2]
+    )
+
+
+def test_a_new_request_starts_from_what_the_replica_learned() -> None:
+    replica = Hazards(REPLICA_DECAY)
+    first = AcceptanceTracker(replica)
+    for position in range(200):
+        first.observe([position, -1], 5, [position], costs(1))
+
+    # A new request's last outcome is unknown: the same context again teaches about it.
+    for _ in range(50):
+        AcceptanceTracker(replica).observe([7], 5, [7], costs(1))
+
+    assert AcceptanceTracker(replica).survivals(5, 1)[0] > 0.85
+
+
+def test_a_guess_is_scored_against_the_tokens_that_follow_later() -> None:
+    subject = tracker()
+    assert subject.observe([1, 2, 3], 5, [1], costs(0)) == []
+    assert subject.observe([], 0, [2], costs(0)) == []
+
+    settled = subject.observe([], 0, [9], costs(0))
+
+    assert [trial.accepted for trial in settled] == [2]
+
+
+def test_a_token_guessed_right_at_k_0_is_no_decision_point() -> None:
+    subject = tracker()
+    subject.observe([1, 2], 5, [1], costs(0))
+    subject.observe([2, 9], 5, [2], costs(0))  # would have been emitted with the token before
+    subject.observe([3, 4], 5, [3], costs(0))
+
+    unknown, hit = subject.hazards.by_position()[0], subject.context(5)
+
+    assert unknown == 1.0
+    settled = subject.observe([], 0, [4], costs(0))
+    assert len(settled) == 1  # the guess on the skipped token was never opened
+    assert hit == subject.context(5)
+
+
+def test_every_drafted_step_is_a_decision_point() -> None:
+    subject = tracker()
+    settled = subject.observe([1, 2], 5, [1, 2, 3], costs(2))
+    settled += subject.observe([4, 5], 5, [4, 6], costs(2))
+
+    assert [trial.accepted for trial in settled] == [2, 1]
+
+
+def test_recent_misses_lower_the_estimate_within_a_few_steps() -> None:
+    subject = tracker()
+    for position in range(40):
+        subject.observe([position], 20, [position], costs(1))
+    sure = subject.survivals(20, 1)[0]
+
+    for _ in range(3):
+        subject.observe([1], 20, [2], costs(1))
+
+    assert sure > 0.8
+    # After a miss another cell is asked: one that has seen misses only.
+    assert subject.survivals(20, 1)[0] < 0.45
+
+
+def test_deep_positions_share_the_last_hazard() -> None:
+    subject = tracker()
+    for _ in range(30):
+        subject.observe(list(range(15)), 20, list(range(16)), costs(15))
+
+    chances = subject.survivals(20, 15)
+
+    assert chances == sorted(chances, reverse=True)
+    assert chances[14] / chances[13] == pytest.approx(chances[6] / chances[5])

@@ -1,0 +1,107 @@
+"""The engine's view: plans and settlements over real suffix drafters."""
+
+from __future__ import annotations
+
+import pytest
+
+from rakv_cluster.speculation.controller import ControllerSettings, Reason
+from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.speculator import (
+    SPECULATION_MODES,
+    Speculation,
+    SpeculationMode,
+    Speculator,
+)
+from rakv_cluster.speculation.verification import judge_block
+from rakv_cluster.testing import ManualClock
+
+PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def speculator() -> Speculator:
+    table = CostTable(CostBuckets())
+    for rows in (1, 2, 3, 4, 8, 16):
+        table.observe(CostSample(rows, 256, 1, 30.0 + rows))
+    return Speculator(table, ControllerSettings(), ManualClock())
+
+
+def step(subject: Speculator, sequence: Speculation, truth: list[int]) -> tuple[int, list[int]]:
+    """One step in which the model would say ``truth``; returns (drafts, emitted tokens)."""
+    plan = subject.plan([sequence], [len(truth) - 1], context_tokens=100)
+    (drafts,) = plan.drafts
+    chosen = truth[: len(drafts) + 1]
+    verdict = judge_block(drafts, chosen, tokens_left=len(truth), stop_token_ids=frozenset())
+    emitted = chosen[: verdict.emitted]
+    subject.settle(plan, [sequence], [emitted], [verdict], forward_ms=31.0 + len(drafts))
+    return len(drafts), emitted
+
+
+def decode(subject: Speculator, mode: SpeculationMode, truth: list[int]) -> Speculation:
+    sequence = subject.begin([*PHRASE, 1, 2, 3], mode=mode, prefill_ms=500.0)
+    position = 0
+    while position < len(truth):
+        _, emitted = step(subject, sequence, truth[position:])
+        assert emitted == truth[position : position + len(emitted)]
+        position += len(emitted)
+    subject.finish(sequence)
+    return sequence
+
+
+def test_a_copied_phrase_is_drafted() -> None:
+    sequence = decode(speculator(), "auto", PHRASE * 10)
+
+    assert sequence.accepted_tokens > 60
+    assert max(sequence.steps_by_drafts) == 15
+
+
+@pytest.mark.parametrize("mode", SPECULATION_MODES)
+def test_every_mode_emits_the_same(mode: SpeculationMode) -> None:
+    decode(speculator(), mode, PHRASE * 3 + [5, 6, 7] + PHRASE)
+
+
+@pytest.mark.parametrize("mode", ["1", "2", "4", "8"])
+def test_a_fixed_number_of_drafts_is_taken_wherever_there_are_guesses(
+    mode: SpeculationMode,
+) -> None:
+    sequence = decode(speculator(), mode, PHRASE * 20)
+
+    assert set(sequence.steps_by_drafts) <= set(range(int(mode) + 1))
+    assert sequence.steps_by_drafts[int(mode)] >= 5
+
+
+def test_off_neither_guesses_nor_learns() -> None:
+    subject = speculator()
+
+    sequence = decode(subject, "off", PHRASE * 5)
+
+    assert dict(sequence.steps_by_drafts) == {0: 40}
+    assert subject.report(context_tokens=100).acceptance_by_position[0] == 0.0
+    assert subject.report(context_tokens=100).requests == 0
+
+
+def test_k_0_keeps_learning() -> None:
+    subject = Speculator(CostTable(CostBuckets()), ControllerSettings(), ManualClock())
+    subject.table.observe(CostSample(1, 256, 1, 30.0))  # wider steps were never measured
+
+    decode(subject, "auto", PHRASE * 5)
+
+    report = subject.report(context_tokens=100)
+    assert report.steps_by_drafts == {0: 40}
+    assert report.acceptance_by_position[0] > 0.5
+
+
+def test_the_report_adds_up() -> None:
+    subject = speculator()
+    for _ in range(3):
+        decode(subject, "auto", PHRASE * 10)
+
+    report = subject.report(context_tokens=100)
+
+    assert report.requests == 3
+    assert sum(report.steps_by_reason.values()) == sum(report.steps_by_drafts.values())
+    assert report.steps_by_reason[Reason.DRAFTED.value] > 0
+    assert report.overspend_share < -0.5
+    assert report.arms[0].cost_ratio == 1.0
+    assert report.best_fixed_drafts > 0
+    assert 0.0 <= report.decision_accuracy <= 1.0
+    assert report.base_ms == pytest.approx(31.0)
