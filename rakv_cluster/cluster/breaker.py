@@ -43,14 +43,20 @@ class CircuitBreaker:
         self._rest_until_s = 0.0
         self.state = BreakerState.CLOSED
 
+    @property
+    def resting(self) -> bool:
+        """Whether :meth:`allow` would say no."""
+        closed = self.state is BreakerState.CLOSED
+        return not closed and self._clock.monotonic_s() < self._rest_until_s
+
     def allow(self) -> bool:
         """Whether to call now. After the cool-down, true once: that call is the probe."""
         if self.state is BreakerState.CLOSED:
             return True
-        # A probe whose outcome was never reported must not block the peer for ever.
-        if self._clock.monotonic_s() < self._rest_until_s:
+        if self.resting:
             return False
         self.state = BreakerState.PROBING
+        # A probe whose outcome is never reported must not block the peer for ever.
         self._rest_until_s = self._clock.monotonic_s() + self._limits.max_cooldown_s
         return True
 

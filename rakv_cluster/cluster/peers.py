@@ -80,6 +80,11 @@ class Peers:
         with self._lock:
             self._breakers = {n: b for n, b in self._breakers.items() if n in live}
 
+    def resting(self) -> set[str]:
+        """Nodes that a call would not be sent to now."""
+        with self._lock:
+            return {node for node, breaker in self._breakers.items() if breaker.resting}
+
     def ask(
         self, calls: Sequence[Call], timeout_s: float, parse: Callable[[object], T]
     ) -> list[Answer[T] | Failed]:

@@ -41,6 +41,8 @@ class RayTransport:
         except (ValueError, RayError):  # no actor of that name (any more)
             self._forget(call.node)
             return Failed(Failure.GONE)
+        except AttributeError:  # another program's actor under this name
+            return Failed(Failure.RAISED)
         return future
 
     def _outcome(self, call: Call, sent: Future[object] | Failed) -> Answer[object] | Failed:

@@ -70,6 +70,12 @@ class RemoteShards:
             for key in [k for k, r in self._routes.items() if r.shard not in placement.nodes]:
                 del self._routes[key]
 
+    @property
+    def placement(self) -> Placement:
+        """Who owns which key now."""
+        with self._lock:
+            return self._placement
+
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """Those of ``keys`` that another node holds; none where that takes too long."""
         with self._lock:
@@ -82,8 +88,9 @@ class RemoteShards:
         unknown = [key for key in keys if key not in shards]
         # Half the time, so that one late owner does not cost what the others know.
         located = self._locate(placement.group(unknown), now_s + timeout_s / 2)
+        resting = self._peers.resting()
         for key, holders in located.items():
-            others = [shard for shard in holders if shard != self._node]
+            others = [s for s in holders if s != self._node and s not in resting]
             if others:  # spread the readers of different keys over the holders
                 shards[key] = others[int.from_bytes(key[-4:], "little") % len(others)]
         return self._confirm(shards, now_s + timeout_s)

@@ -41,6 +41,7 @@ class ClientLimits:
     fill_batches: int = 32
     batch_keys: int = 1024
     refresh_s: float = 1.0
+    await_poll_s: float = 0.05
     remembered_routes: int = 100_000
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
 

@@ -24,6 +24,7 @@ from rakv_cluster.cluster.messages import (
 from rakv_cluster.cluster.peers import Answer, Call, Peers, Transport
 from rakv_cluster.cluster.remote import RemoteShards
 from rakv_cluster.cluster.settings import ClientLimits
+from rakv_cluster.cluster.single_flight import Claim, claim, release
 from rakv_cluster.kv.codec import EncodedRecord, encode
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.store.base import Found, Loaded, LoadItem, StoreStats
@@ -54,7 +55,9 @@ class NodeStore:
     ) -> None:
         self._node = node
         self._limits = limits
+        self._clock = clock
         self._open_reader = open_reader
+        self._closed = threading.Event()
         self._peers = Peers(transport, limits.breaker, clock)
         self._remote = RemoteShards(node, self._peers, limits, clock, self._fill)
         self._counters = Counters(_COUNTERS)
@@ -127,10 +130,39 @@ class NodeStore:
         return StoreStats(shard.records, shard.stored_bytes, shard.budget_bytes, counters)
 
     def close(self) -> None:
+        self._closed.set()
         self._refresher.close()
         self._filler.close()
         for reader in self._local():
             reader.close()
+
+    # Single flight.
+
+    def claim(self, keys: Sequence[bytes], holder: str, ttl_s: float) -> Claim:
+        """Which of the missing ``keys`` this request is to compute, and which others do now.
+
+        A lease ends when the record is announced, by :meth:`release`, or after ``ttl_s``.
+        """
+        timeout_s = self._limits.lookup_timeout_s
+        placement = self._remote.placement
+        return claim(self._peers, placement, keys, holder, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    def release(self, keys: Sequence[bytes], holder: str) -> None:
+        """Give up the leases of a request that will not store its records."""
+        timeout_s = self._limits.lookup_timeout_s
+        release(self._peers, self._remote.placement, keys, holder, timeout_s=timeout_s)
+
+    def await_records(self, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Found]:
+        """:meth:`find`, repeated until all ``keys`` are there, at most for ``timeout_s``.
+
+        For records that others compute. Blocks its thread and holds nothing else.
+        """
+        deadline_s = self._clock.monotonic_s() + timeout_s
+        found = self.find(keys)
+        while len(found) < len(set(keys)) and self._clock.monotonic_s() < deadline_s:
+            self._closed.wait(self._limits.await_poll_s)
+            found |= self.find([key for key in keys if key not in found])
+        return found
 
     # Housekeeping.
 

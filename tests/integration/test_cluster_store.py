@@ -1,0 +1,344 @@
+"""The store on three Ray nodes: what one node computed serves the others, whatever breaks.
+
+Every node has its own folder. An ``Asker`` is a process on a node that uses the store as a worker
+would; records are tiny and follow from a number, so that each process can check every byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.cluster.ray_transport import shard_name
+from rakv_cluster.cluster.service import (
+    open_node_store,
+    start_cluster_store,
+    stop_cluster_store,
+)
+from rakv_cluster.cluster.settings import ClientLimits, ClusterStoreSettings, ManagerLimits
+from rakv_cluster.cluster.shard_actor import ShardActor
+from rakv_cluster.store.lmdb_shard import ShardSettings
+from rakv_cluster.testing.records import load_item, tiny_record
+
+# Workers on the nodes cannot import a test module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.cluster
+
+FAST_FAILURE_DETECTION = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+PATIENCE_S = 30.0
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
+        threading.Event().wait(0.05)
+
+
+class Asker:
+    """A worker's process on a node."""
+
+    def __init__(self, settings: ClusterStoreSettings) -> None:
+        self._store = open_node_store(settings, SystemClock())
+
+    def put(self, numbers: Sequence[int]) -> int:
+        return self._store.put([tiny_record(number) for number in numbers])
+
+    def find(self, numbers: Sequence[int]) -> list[int]:
+        keys = {tiny_record(number).key: number for number in numbers}
+        return sorted(keys[key] for key in self._store.find(list(keys)))
+
+    def load(self, numbers: Sequence[int]) -> list[int]:
+        """Find and load; the numbers that were served. A wrong byte raises."""
+        self.find(numbers)
+        records = [tiny_record(number) for number in numbers]
+        items = [load_item(record) for record in records]
+        served = []
+        for number, record, item, loaded in zip(
+            numbers, records, items, self._store.load(items), strict=True
+        ):
+            if loaded.ok:
+                assert np.array_equal(item.out, record.kv), f"wrong bytes in record {number}"
+                served.append(number)
+        return served
+
+    def delete(self, numbers: Sequence[int]) -> int:
+        return self._store.delete([tiny_record(number).key for number in numbers])
+
+    def drain(self) -> bool:
+        return self._store.drain(PATIENCE_S)
+
+    def refresh(self) -> bool:
+        return self._store.refresh()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._store.stats().counters)
+
+    def compute_once(self, number: int, holder: str) -> bool:
+        """A cold request: look, claim, compute or wait. Whether this one computed."""
+        record = tiny_record(number)
+        if self._store.find([record.key]):
+            return False
+        if self._store.claim([record.key], holder, ttl_s=PATIENCE_S).mine:
+            threading.Event().wait(0.3)  # the prefill, during which the others arrive
+            self._store.put([record])
+            return True
+        assert self._store.await_records([record.key], PATIENCE_S)
+        return False
+
+
+class GarbageShard:
+    """An actor under a shard's name whose every answer is nonsense."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def locate(self, keys: Sequence[bytes]) -> object:
+        return dict.fromkeys(keys, (self._node,))
+
+    def find(self, keys: Sequence[bytes]) -> object:
+        return [keys, None]
+
+    def read(self, keys: Sequence[bytes]) -> object:
+        return dict.fromkeys(keys, b"not a record")
+
+    def announce(self, message: object) -> object:
+        return "certainly"
+
+
+class Nodes:
+    """The Ray cluster of this module: a node per name, and what runs on each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = ClusterStoreSettings(
+            folder=str(folder),
+            shard=ShardSettings(budget_bytes=8 << 20),
+            service=f"test-{os.getpid()}",
+            namespace="rakv-test",
+            client=ClientLimits(lookup_timeout_s=1.0, refresh_s=0.2),
+            manager=ManagerLimits(poll_s=0.2),
+        )
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args=self._arguments("head") | {"_system_config": FAST_FAILURE_DETECTION},
+        )
+        self._raylets = {"head": self.cluster.head_node}
+        ray.init(address=self.cluster.address, namespace="rakv-test", log_to_driver=False)
+        self._askers: dict[str, Any] = {}
+
+    def add(self, name: str) -> None:
+        self._raylets[name] = self.cluster.add_node(**self._arguments(name))
+
+    def remove(self, name: str) -> None:
+        """The node dies with all its processes, without a word."""
+        self._askers.pop(name, None)
+        self.cluster.remove_node(self._raylets.pop(name), allow_graceful=False)
+
+    def id(self, name: str) -> str:
+        return self._raylets[name].node_id
+
+    def asker(self, name: str) -> Any:
+        if name not in self._askers:
+            self._askers[name] = self.new_asker(name, self.settings)
+        return self._askers[name]
+
+    def new_asker(self, name: str, settings: ClusterStoreSettings) -> Any:
+        return self.on(name, Asker).options(max_concurrency=16).remote(settings)
+
+    def on(self, name: str, cls: type) -> Any:
+        here = NodeAffinitySchedulingStrategy(self.id(name), soft=False)
+        return ray.remote(num_cpus=0, scheduling_strategy=here)(cls)
+
+    def shard(self, name: str) -> Any:
+        return ray.get_actor(shard_name(self.settings.service, self.id(name)), "rakv-test")
+
+    def info(self, name: str) -> Any:
+        return ray.get(self.shard(name).info.remote())
+
+    def see_each_other(self) -> bool:
+        """Whether every shard and every asker knows all nodes."""
+        ids = tuple(sorted(self.id(name) for name in self._raylets))
+        return all(self.info(name).nodes == ids for name in self._raylets)
+
+    def close(self) -> None:
+        stop_cluster_store(self.settings)
+        ray.shutdown()
+        self.cluster.shutdown()
+
+    def _arguments(self, name: str) -> dict[str, Any]:
+        return {"num_cpus": 1, "labels": {"rakv-shard": name}, "include_dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path_factory.mktemp("shards"))
+    nodes.add("a")
+    nodes.add("b")
+    assert len(start_cluster_store(nodes.settings)) == 3
+    yield nodes
+    nodes.close()
+
+
+def call(method: Any, *args: Any) -> Any:
+    return ray.get(method.remote(*args), timeout=2 * PATIENCE_S)
+
+
+def spread(nodes: Nodes, numbers: range, source: str = "a") -> None:
+    """Put records on one node and wait until the others know."""
+    assert call(nodes.asker(source).put, numbers) == len(numbers)
+    for name in {"head", "a", "b"} - {source}:
+        eventually(
+            lambda name=name: call(nodes.asker(name).find, numbers) == list(numbers),
+            f"{name} finds what {source} stored",
+        )
+
+
+def test_what_one_node_stored_is_loaded_on_the_others_and_fills_them(nodes: Nodes) -> None:
+    numbers = range(20)
+    spread(nodes, numbers)
+    for name in ("head", "b"):
+        asker = nodes.asker(name)
+        assert call(asker.load, numbers) == list(numbers)
+        assert call(asker.drain)
+        assert call(asker.load, numbers) == list(numbers)
+        counters = call(asker.counters)
+        assert counters["remote_hits"] == counters["fills_taken"] == len(numbers)
+        assert counters["local_disk_hits"] == len(numbers)
+        assert counters["remote_damaged"] == counters["fills_lost"] == 0
+    assert call(nodes.asker("a").counters)["reads_served"] == 2 * len(numbers)
+
+
+def test_ten_thousand_lookups_hold_nothing(nodes: Nodes) -> None:
+    numbers = range(100, 200)
+    spread(nodes, numbers)
+    refs = [nodes.asker("a").find.remote(numbers) for _ in range(100)]
+    assert all(found == list(numbers) for found in ray.get(refs))
+    # What nothing holds can go at once, everywhere.
+    assert call(nodes.asker("b").delete, numbers) == len(numbers)
+    assert call(nodes.asker("a").find, numbers) == []
+
+
+def test_sixteen_cold_requests_compute_once(nodes: Nodes) -> None:
+    askers = [nodes.asker(name) for name in ("head", "a", "b")]
+    refs = [askers[index % 3].compute_once.remote(300, f"request-{index}") for index in range(16)]
+    assert sum(ray.get(refs, timeout=2 * PATIENCE_S)) == 1
+
+
+def test_a_killed_shard_actor_comes_back_with_its_records(nodes: Nodes) -> None:
+    numbers = range(400, 410)
+    spread(nodes, numbers)
+    before = nodes.info("a")
+    os.kill(before.pid, signal.SIGKILL)
+    # This node's processes read the files themselves and need no actor for it.
+    assert call(nodes.asker("a").load, numbers) == list(numbers)
+    served = call(nodes.asker("b").load, numbers)
+    assert served in ([], list(numbers))
+    eventually(lambda: _answers(nodes, "a") not in ("", before.incarnation), "the shard is back")
+    eventually(lambda: call(nodes.asker("head").find, numbers) == list(numbers), "found again")
+    assert call(nodes.asker("head").load, numbers) == list(numbers)
+
+
+def _answers(nodes: Nodes, name: str) -> str:
+    try:
+        return nodes.info(name).incarnation
+    except (ValueError, RayError):
+        return ""
+
+
+def test_a_stalled_shard_costs_a_deadline_and_not_a_request(nodes: Nodes) -> None:
+    numbers = range(500, 510)
+    spread(nodes, numbers)
+    pid = nodes.info("a").pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # It would be stalled for ever: that these calls end is the deadline's work.
+        for _ in range(3):
+            assert call(nodes.asker("b").load, numbers) == []
+        assert call(nodes.asker("a").load, numbers) == list(numbers)
+        assert call(nodes.asker("b").put, range(510, 512)) == 2
+        assert call(nodes.asker("b").load, range(510, 512)) == [510, 511]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: call(nodes.asker("b").load, numbers) == list(numbers), "served again")
+
+
+def test_garbage_from_a_shard_is_a_miss(nodes: Nodes) -> None:
+    settings = dataclasses.replace(nodes.settings, service="garbage")
+    members = (nodes.id("a"), nodes.id("b"))
+
+    garbage = nodes.on("a", GarbageShard).options(name=shard_name("garbage", members[0]))
+    real = nodes.on("b", ShardActor).options(
+        name=shard_name("garbage", members[1]), max_concurrency=10
+    )
+    held = [garbage.remote(members[0]), real.remote(members[1], "garbage", settings)]
+    call(held[1].set_nodes, members)
+    asker = nodes.new_asker("b", settings)
+    numbers = range(600, 620)
+    assert call(asker.load, numbers) == []
+    assert call(asker.counters)["calls_garbage"] > 0
+    assert call(asker.put, numbers) == len(numbers)
+    assert call(asker.load, numbers) == list(numbers)
+    call(held[1].close)
+    for actor in (asker, *held):
+        ray.kill(actor)
+
+
+def test_nodes_die_and_come_while_loads_run(nodes: Nodes) -> None:
+    nodes.add("c")
+    eventually(nodes.see_each_other, "the new node has a shard")
+    filled, lost = range(700, 720), range(720, 740)
+    assert call(nodes.asker("c").put, range(700, 740)) == 40
+    for name in ("head", "b"):
+        asker = nodes.asker(name)
+        eventually(lambda a=asker: call(a.load, filled) == list(filled), f"{name} loads")
+        assert call(asker.drain)
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                assert set(call(nodes.asker("b").load, range(700, 740))) >= set(filled)
+            except (AssertionError, RayError) as error:
+                failures.append(error)
+                return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    nodes.remove("c")
+    eventually(nodes.see_each_other, "the dead node is forgotten")
+    nodes.add("d")
+    eventually(nodes.see_each_other, "another node has joined")
+    stop.set()
+    thread.join(PATIENCE_S)
+    assert failures == []
+    for name in ("head", "b", "a", "d"):
+        asker = nodes.asker(name)
+        eventually(
+            lambda a=asker: call(a.load, filled) == list(filled),
+            f"{name} still gets what was filled",
+        )
+    # The asker's last load may have fetched some of the rest before the node died.
+    assert set(call(nodes.asker("head").load, lost)) <= set(call(nodes.asker("b").load, lost))
