@@ -1,0 +1,194 @@
+"""Settings of a service: read from three places, validated once, frozen afterwards.
+
+Flags win over the environment (``RAKV_PORT``), the environment over a YAML or TOML file. A name
+that no setting has is refused in all three, with the nearest name that exists: a misspelt limit
+must not become a silent default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from rakv_cluster.errors import ConfigError
+from rakv_cluster.types import ReuseMode
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENV_PREFIX = "RAKV_"
+NOT_SETTINGS = frozenset({"RAKV_CONFIG", "RAKV_SHARED"})
+"""Variables with our prefix that are no settings: the file's path, and the project's data folder
+(which tests and benchmarks read)."""
+
+MIB = 1024**2
+GIB = 1024**3
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[ByteSize, Field(ge=0)]
+
+
+class Settings(BaseModel):
+    """Everything that can be set. Byte sizes take ``2GiB``, ``500MB`` or a plain number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    model: str = Field("smollm2", min_length=1, description="model name, Hugging Face id or folder")
+    served_model_name: str = Field("", description="name clients use; empty: the model's own")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="compute dtype; auto: float32 on the CPU, bfloat16 on a GPU"
+    )
+    threads: int = Field(
+        0, ge=0, description="CPU threads per replica; 0: all cores, shared by the replicas"
+    )
+    replicas: Count = Field(1, description="copies of the model")
+
+    host: str = Field("127.0.0.1", description="address the HTTP server binds")
+    port: int = Field(8000, ge=1, le=65535, description="port the HTTP server binds")
+
+    cache_dir: Path = Field(
+        Path("~/.cache/rakv"), description="folder for fetched models and, by default, the store"
+    )
+    store_dir: Path = Field(Path(), description="folder of the KV store; default: CACHE_DIR/store")
+    store: Literal["tiered", "memory", "none"] = Field(
+        "tiered", description="where KV is kept: RAM and disk, RAM only, or nowhere"
+    )
+    ram_budget_bytes: Bytes = Field(ByteSize(1 * GIB), description="KV kept in RAM, per replica")
+    disk_budget_bytes: Bytes = Field(ByteSize(8 * GIB), description="KV kept on disk, per node")
+    default_reuse: ReuseMode = Field(
+        ReuseMode.EXACT, description="`reuse` of requests that do not say"
+    )
+    chunk_min_tokens: Count = Field(64, description="a chunk is not cut before this length")
+    chunk_max_tokens: Count = Field(256, description="a chunk is always cut at this length")
+
+    kv_budget_bytes: Bytes = Field(
+        ByteSize(2 * GIB), description="KV of running requests, per replica"
+    )
+    step_token_budget: Count = Field(512, description="tokens of one engine step")
+    max_running: Count = Field(8, description="requests a replica works on at once")
+    max_waiting: int = Field(64, ge=0, description="requests a replica queues; more get 429")
+
+    request_timeout_s: Seconds = Field(600.0, description="longest time for one request")
+    body_limit_bytes: Bytes = Field(ByteSize(8 * MIB), description="largest HTTP request body")
+    max_choices: Count = Field(16, description="largest `n`")
+    max_documents: Count = Field(256, description="most documents in one request")
+    max_messages: Count = Field(1024, description="most messages in one request")
+    default_max_tokens: Count = Field(
+        512, description="output limit of requests that state none (the context's rest if shorter)"
+    )
+    start_timeout_s: Seconds = Field(600.0, description="longest time to load and become ready")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.chunk_min_tokens > self.chunk_max_tokens:
+            raise ValueError("chunk_min_tokens is larger than chunk_max_tokens")
+        return self
+
+    @property
+    def cache_path(self) -> Path:
+        """``cache_dir`` with ``~`` expanded."""
+        return self.cache_dir.expanduser()
+
+    @property
+    def store_path(self) -> Path:
+        """The store's folder, defaults applied."""
+        chosen = self.store_dir.expanduser()
+        return chosen if chosen != Path() else self.cache_path / "store"
+
+    @property
+    def threads_per_replica(self) -> int:
+        """``threads``, or this machine's cores shared evenly between the replicas."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
+
+
+def load_settings(
+    flags: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Merge the sources and validate.
+
+    ``environ`` defaults to the process's; ``file`` to what ``RAKV_CONFIG`` names. Raises
+    :class:`ConfigError` naming the source, the setting and, for an unknown one, its neighbour.
+    """
+    environ = os.environ if environ is None else environ
+    if file is None and environ.get("RAKV_CONFIG"):
+        file = Path(environ["RAKV_CONFIG"])
+    merged: dict[str, object] = {}
+    origin: dict[str, str] = {}
+    for source, values in _sources(dict(flags or {}), environ, file):
+        for name, value in values.items():
+            if name not in Settings.model_fields:
+                raise ConfigError(_unknown(name, source), field=name)
+            merged[name] = value
+            origin[name] = source
+    try:
+        return Settings.model_validate(merged)
+    except ValidationError as error:
+        raise _config_error(error, origin) from error
+
+
+def _sources(
+    flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Weakest first, each with the name it has in messages."""
+    if file is not None:
+        yield f"file {file}", _read_file(file)
+    yield (
+        "environment",
+        {
+            name.removeprefix(ENV_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS
+        },
+    )
+    yield "flags", flags
+
+
+def _read_file(path: Path) -> Mapping[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            content: Any = tomllib.loads(text)
+        elif path.suffix in {".yaml", ".yml"}:
+            content = yaml.safe_load(text)
+        else:
+            raise ConfigError(f"settings file {path}: its name must end in .yaml, .yml or .toml")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"settings file {path} cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"settings file {path} must be a mapping of setting names to values")
+    return content
+
+
+def nearest(name: str, known: Mapping[str, object]) -> str:
+    """``"; did you mean 'x'?"`` for the closest known name, or nothing if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _unknown(name: str, source: str) -> str:
+    shown = ENV_PREFIX + name.upper() if source == "environment" else name
+    hint = nearest(name, Settings.model_fields)
+    return f"unknown setting '{shown}' ({source}){hint}"
+
+
+def _config_error(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    where = f"'{name}' ({origin.get(name, 'default')}): " if name else ""
+    return ConfigError(f"setting {where}{first['msg']}", field=name or None)
