@@ -1,0 +1,174 @@
+"""A request's texts to token ids, in segments that are tokenized on their own.
+
+Documents and messages are tokenized apart and joined as ids, so that the same text gives the same
+ids, hence the same cached chunks, wherever it stands. A client's text is tokenized with every
+control token switched off: text that spells one never becomes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rakv_cluster.engine.text import TokenBytes
+from rakv_cluster.errors import ConfigError, InvalidRequest
+from rakv_cluster.serving.template import (
+    ChatTemplate,
+    Document,
+    Message,
+    Piece,
+    TemplateRefused,
+    document_text,
+)
+
+Segments = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoders:
+    """One vocabulary, twice: with control tokens recognized in text, and with none."""
+
+    literal: Tokenizer
+    content: Tokenizer
+    control_ids: frozenset[int]
+    prefix_ids: tuple[int, ...]
+    adds_space: bool
+
+
+class PromptRenderer:
+    """Turns conversations, prompts and documents into segments of token ids.
+
+    Not bound to an event loop; safe to call from several threads.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError("the model has no fast tokenizer (tokenizer.json)")
+        template = tokenizer.chat_template
+        source = template if isinstance(template, str) else ""
+        serialized = backend.to_str()
+        self.token_bytes = TokenBytes.from_json(serialized)
+        self._encoders = _encoders(serialized, source, self.token_bytes)
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(self._render) if template else None
+
+    def chat(self, messages: Sequence[Message], documents: Sequence[Document]) -> Segments:
+        """Segments of a conversation; the last asks for the answer and is open.
+
+        Raises :class:`InvalidRequest` for a conversation that the template refuses, documents
+        without a user message, and text that spells a control token where pieces cannot be told
+        apart (see :meth:`ChatTemplate.pieces`).
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", field="messages"
+            )
+        if documents and not any(message.role == "user" for message in messages):
+            raise InvalidRequest("documents need a user message to stand in", field="documents")
+        try:
+            pieces = () if self._encoders.adds_space else self._template.pieces(messages, documents)
+            if pieces:
+                return self._encode_pieces(pieces)
+            whole = self._template.plain(messages, documents)
+        except TemplateRefused as refusal:
+            raise InvalidRequest(f"the chat template: {refusal}", field="messages") from refusal
+        for index, message in enumerate(messages):
+            self._refuse_control(message.content, f"messages.{index}.content")
+        self._refuse_control_in(documents)
+        return (tuple(self._encoders.literal.encode(whole, add_special_tokens=False).ids),)
+
+    def completion(self, prompt: str, documents: Sequence[Document]) -> Segments:
+        """Segments of a bare prompt, control tokens in it recognized as they are elsewhere.
+
+        Documents stand in front as they do in a chat. Raises :class:`InvalidRequest` as
+        :meth:`chat` does.
+        """
+        fronts = [document_text(document) for document in documents]
+        if self._encoders.adds_space:
+            self._refuse_control_in(documents)
+            whole = "".join([*fronts, prompt])
+            ids = self._encoders.literal.encode(whole, add_special_tokens=False).ids
+            return ((*self._encoders.prefix_ids, *ids),)
+        pieces = [
+            Piece(text, f"documents.{index}.text", starts_segment=True)
+            for index, text in enumerate(fronts)
+        ]
+        return self._encode_pieces(
+            [*pieces, Piece(prompt, "", starts_segment=True)], self._encoders.prefix_ids
+        )
+
+    def _encode_pieces(self, pieces: Sequence[Piece], prefix: Sequence[int] = ()) -> Segments:
+        segments: list[list[int]] = []
+        for piece in pieces:
+            if piece.starts_segment or not segments:
+                segments.append([] if segments else [*prefix])
+            segments[-1] += self._encode(piece)
+        return tuple(tuple(segment) for segment in segments if segment)
+
+    def _encode(self, piece: Piece) -> list[int]:
+        if not piece.field:
+            return list(self._encoders.literal.encode(piece.text, add_special_tokens=False).ids)
+        ids = list(self._encoders.content.encode(piece.text, add_special_tokens=False).ids)
+        if not self._encoders.control_ids.isdisjoint(ids):
+            # Some vocabularies reach a control token by plain segmentation.
+            raise InvalidRequest("text spells a control token of the model", field=piece.field)
+        return ids
+
+    def _refuse_control_in(self, documents: Sequence[Document]) -> None:
+        for index, document in enumerate(documents):
+            self._refuse_control(document_text(document), f"documents.{index}.text")
+
+    def _refuse_control(self, text: str, field: str) -> None:
+        ids = self._encoders.literal.encode(text, add_special_tokens=False).ids
+        if not self._encoders.control_ids.isdisjoint(ids):
+            raise InvalidRequest("text spells a control token of the model", field=field)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        documents: list[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages,
+                documents=documents or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise TemplateRefused(str(error)) from error
+        return str(rendered)
+
+
+def _encoders(serialized: str, template: str, token_bytes: TokenBytes) -> _Encoders:
+    literal = Tokenizer.from_str(serialized)
+    spec = json.loads(serialized)
+    control_ids: set[int] = set()
+    for entry in spec.get("added_tokens", ()):
+        # Templates also use tokens that are not flagged, such as Qwen's <think>.
+        if entry["special"] or (entry["content"].strip() and entry["content"] in template):
+            entry["special"] = True
+            control_ids.add(entry["id"])
+    content = Tokenizer.from_str(json.dumps(spec))
+    content.encode_special_tokens = True
+    for tokenizer in (literal, content):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    plain = literal.encode("x", add_special_tokens=False).ids
+    dressed = literal.encode("x").ids
+    start = next(i for i in range(len(dressed)) if dressed[i : i + len(plain)] == plain)
+    return _Encoders(
+        literal=literal,
+        content=content,
+        control_ids=frozenset(control_ids),
+        prefix_ids=tuple(dressed[:start]),
+        adds_space=token_bytes.text(plain).startswith(" "),
+    )
