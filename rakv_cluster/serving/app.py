@@ -1,0 +1,126 @@
+"""The Serve application, and a service on this machine: started, watched, stopped."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rakv_cluster.config import Settings
+from rakv_cluster.errors import ConfigError
+
+# Read by Ray when it is imported: no usage report leaves this machine.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
+from rakv_cluster.serving.ingress import Ingress
+from rakv_cluster.serving.stores import cluster_store_settings
+from rakv_cluster.serving.worker import Worker
+
+APP_NAME = "rakv"
+_INGRESS_REQUESTS = 1024
+_SPARE_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A started service: where it answers, and the address that Ray's own processes bound."""
+
+    url: str
+    node_address: str
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether nothing of it can be reached from another machine."""
+        return ipaddress.ip_address(self.node_address).is_loopback
+
+
+def build(settings: Settings) -> serve.Application:
+    """The application: Ingress in front of ``settings.replicas`` Workers."""
+    open_requests = settings.max_running + settings.max_waiting
+    worker = serve.deployment(
+        Worker,
+        name="Worker",
+        num_replicas=settings.replicas,
+        # The engine owns the only long queue and answers 429 itself: Serve lets a little more in.
+        max_ongoing_requests=open_requests + _SPARE_REQUESTS,
+        max_queued_requests=open_requests,
+        ray_actor_options={"num_cpus": 0, "num_gpus": 1 if settings.device == "cuda" else 0},
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=15,
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=_INGRESS_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5,
+    )
+    return ingress.bind(settings, worker.bind(settings))
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[Running]:
+    """A one-node service in a Ray of its own, up while the context lasts.
+
+    Raises :class:`ConfigError` if it cannot start. Stops exactly what it started.
+    """
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="WARNING",
+    )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        with _shards(settings), _application(settings):
+            yield Running(
+                f"http://{_bracketed(settings.host)}:{settings.port}",
+                ray.util.get_node_ip_address(),
+            )
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _shards(settings: Settings) -> Iterator[None]:
+    """The nodes' disk shards, outliving the replicas, which flush into them as they stop."""
+    if settings.store != "tiered":
+        yield
+        return
+    store = cluster_store_settings(settings)
+    start_cluster_store(store)
+    try:
+        yield
+    finally:
+        stop_cluster_store(store)
+
+
+@contextmanager
+def _application(settings: Settings) -> Iterator[None]:
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=settings.host, port=settings.port),
+        logging_config={"enable_access_log": False},
+    )
+    try:
+        try:
+            serve.run(build(settings), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise ConfigError(f"the service did not start: {error}") from error
+        yield
+    finally:
+        serve.shutdown()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,131 @@
+"""What an ingress needs from the replicas, and what happens when one dies under a request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from rakv_cluster.model.card import ModelCard
+from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.types import FinishReason
+
+
+class ReplicaLost(Unavailable):
+    """The replica that worked on a request is gone; another one may go on with it."""
+
+    code = "replica_lost"
+
+
+class RequestRefused(InvalidRequest):
+    """Two replicas ended while they worked on this request; a third is not risked."""
+
+    code = "request_refused"
+
+
+class Backend(Protocol):
+    """The replicas of one model."""
+
+    async def describe(self) -> ModelCard:
+        """Identity and limits of the model; raises :class:`Unavailable` if no replica answers."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Events of one request up to the one with ``finish``.
+
+        Closing the generator cancels the request within one engine step. Raises the error tree's
+        classes, :class:`ReplicaLost` among them.
+        """
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Figures of one replica, by name."""
+        ...
+
+
+class PoisonList:
+    """Digests of requests that ended two replicas, each for ``ttl_s``; bounded, oldest out."""
+
+    def __init__(self, clock: Clock, *, ttl_s: float = 60.0, capacity: int = 256) -> None:
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._capacity = capacity
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def add(self, request: EngineRequest) -> None:
+        """Refuse this request from now on."""
+        self._until_s[_digest(request)] = self._clock.monotonic_s() + self._ttl_s
+        while len(self._until_s) > self._capacity:
+            self._until_s.popitem(last=False)
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise :class:`RequestRefused` for a request on the list."""
+        if self._until_s and self._clock.monotonic_s() < self._until_s.get(_digest(request), 0.0):
+            raise RequestRefused(
+                f"two replicas ended while working on this request; it is refused for "
+                f"{self._ttl_s:.0f} s"
+            )
+
+
+def _digest(request: EngineRequest) -> bytes:
+    """Equal for requests that make a replica do the same work, whatever their ids and seeds."""
+    ids = np.asarray(request.prompt.token_ids, dtype=np.int64)
+    return hashlib.sha256(request.prompt.namespace + ids.tobytes()).digest()
+
+
+class Failover:
+    """A backend whose requests outlive a replica.
+
+    When a replica dies, the tokens already sent become a forced prefix of the same request (same
+    seed) on another one, so that the text goes on where it stopped and no token comes twice.
+    """
+
+    def __init__(
+        self, backend: Backend, clock: Clock, metrics: ServiceMetrics, *, attempts: int = 2
+    ) -> None:
+        self._backend = backend
+        self._clock = clock
+        self._metrics = metrics
+        self._attempts = attempts
+        self._poison = PoisonList(clock)
+
+    async def describe(self) -> ModelCard:
+        """As the backend does."""
+        return await self._backend.describe()
+
+    async def stats(self) -> dict[str, float]:
+        """As the backend does."""
+        return await self._backend.stats()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """As the backend does, but raises :class:`RequestRefused` instead of ``ReplicaLost``."""
+        self._poison.check(request)
+        deadline_s = self._clock.monotonic_s() + request.timeout_s
+        sent = list(request.forced_ids)
+        for attempt in range(self._attempts):
+            remaining_s = deadline_s - self._clock.monotonic_s()
+            if remaining_s <= 0:
+                raise DeadlineExceeded("the request's time ran out while its replica was replaced")
+            if attempt and len(sent) >= request.max_tokens:
+                yield EngineEvent(request.request_id, (), finish=FinishReason.LENGTH)
+                return
+            part = replace(request, forced_ids=tuple(sent), timeout_s=remaining_s)
+            try:
+                async with aclosing(self._backend.generate(part)) as events:
+                    async for event in events:
+                        sent += event.token_ids
+                        yield event
+                        if event.finish is not None:
+                            return
+            except ReplicaLost:
+                self._metrics.retries.inc()
+        self._poison.add(request)
+        self._poison.check(request)

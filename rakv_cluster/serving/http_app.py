@@ -1,0 +1,285 @@
+"""The HTTP surface: bytes in, OpenAI-shaped JSON or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+import rakv_cluster
+from rakv_cluster import telemetry
+from rakv_cluster.errors import BodyTooLarge, ModelNotFound, NotFound, RakvError, Unavailable
+from rakv_cluster.serving import openai_format
+from rakv_cluster.serving.generation import Update
+from rakv_cluster.serving.openai_format import ChoiceText, Endpoint, Header, Totals
+from rakv_cluster.serving.openai_models import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+)
+from rakv_cluster.serving.service import Prepared, Service
+
+_DONE = b"data: [DONE]\n\n"
+_PROBE_TIMEOUT_S = 2.0
+
+
+class MethodNotAllowed(RakvError):
+    """The path exists, but not for this method."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
+    """The ASGI application of one ingress process."""
+    app = FastAPI(title="rakv-cluster", version=rakv_cluster.__version__, docs_url=None)
+    started = int(service.clock.wall_s())
+    model = openai_format.model_body(service.model_name, started, service.card.context_tokens)
+    _handle_errors(app)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await _Exchange(service, metrics, "chat").answer(request, ChatRequest)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await _Exchange(service, metrics, "completions").answer(request, CompletionRequest)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        if name != model["id"]:
+            raise ModelNotFound(f"the model '{name}' does not exist here", field="model")
+        return _json(model)
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """This process answers."""
+        return _json({"status": "ok"})
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """A replica answers too."""
+        try:
+            await asyncio.wait_for(service.backend.describe(), _PROBE_TIMEOUT_S)
+        except (asyncio.TimeoutError, RakvError) as error:
+            raise Unavailable("no replica is ready", retry_after_s=1.0) from error
+        return _json({"status": "ready", "model": service.model_name})
+
+    @app.get("/metrics")
+    async def render_metrics() -> Response:
+        await _read_replica(service, metrics)
+        return Response(metrics.render(), media_type=telemetry.CONTENT_TYPE)
+
+    return app
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(
+        self, service: Service, metrics: telemetry.ServiceMetrics, endpoint: Endpoint
+    ) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._started_s = service.clock.monotonic_s()
+
+    async def answer(self, http: Request, kind: type[GenerationRequest]) -> Response:
+        """Read, validate, run; errors before the first token become the response's status."""
+        body = await _read_body(http, int(self._service.settings.body_limit_bytes))
+        request = parse(kind, body)
+        prepared = await self._service.prepare(request)
+        totals = Totals(prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms)
+        prefix = "chatcmpl" if self._endpoint == "chat" else "cmpl"
+        header = Header(
+            self._endpoint,
+            f"{prefix}-{prepared.id}",
+            int(self._service.clock.wall_s()),
+            self._service.model_name,
+        )
+        if not request.stream:
+            return await self._whole(request, prepared, header, totals)
+        updates = self._updates(prepared, totals)
+        # Awaited here, so that a refusal still has its status code.
+        first = await anext(updates)
+        return StreamingResponse(
+            self._events(request, header, totals, first, updates),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+
+    async def _whole(
+        self, request: GenerationRequest, prepared: Prepared, header: Header, totals: Totals
+    ) -> Response:
+        choices = {choice.index: ChoiceText() for choice in prepared.choices}
+        async with aclosing(self._updates(prepared, totals)) as updates:
+            async for update in updates:
+                choices[update.index].add(update)
+        body = openai_format.full_body(
+            header,
+            choices,
+            self._service.token_bytes,
+            with_logprobs=request.alternatives >= 0,
+            echo=_echo(request),
+        )
+        return _json(body | {"usage": totals.usage(), "rakv": totals.rakv(self._elapsed_ms())})
+
+    async def _events(
+        self,
+        request: GenerationRequest,
+        header: Header,
+        totals: Totals,
+        first: Update,
+        updates: AsyncGenerator[Update, None],
+    ) -> AsyncIterator[bytes]:
+        opened: set[int] = set()
+
+        def event(update: Update) -> bytes:
+            body = openai_format.stream_body(
+                header,
+                update,
+                self._service.token_bytes,
+                first=update.index not in opened,
+                with_logprobs=request.alternatives >= 0,
+                echo=_echo(request),
+            )
+            opened.add(update.index)
+            return _event(body)
+
+        async with aclosing(updates):
+            yield event(first)
+            try:
+                async for update in updates:
+                    if update.text or update.tokens or update.finish_reason:
+                        yield event(update)
+            except RakvError as error:
+                yield _event(openai_format.error_body(error))
+                return
+        if request.stream_options.include_usage:
+            yield _event(openai_format.usage_body(header, totals, self._elapsed_ms()))
+        yield _DONE
+
+    async def _updates(self, prepared: Prepared, totals: Totals) -> AsyncGenerator[Update, None]:
+        """The run's updates, counted."""
+        status = "cancelled"
+        self._metrics.in_flight.inc()
+        try:
+            async with aclosing(self._service.run(prepared)) as updates:
+                async for update in updates:
+                    if not totals.output_tokens:
+                        self._metrics.ttft_s.observe(self._elapsed_ms() / 1e3)
+                    totals.add(update, self._elapsed_ms())
+                    yield update
+            status = "ok"
+        except RakvError as error:
+            status = error.code
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(self._endpoint, status).inc()
+            self._metrics.output_tokens.inc(sum(totals.output_tokens.values()))
+            for source, count in totals.sources().items():
+                self._metrics.prompt_tokens.labels(source).inc(count)
+
+    def _elapsed_ms(self) -> float:
+        return (self._service.clock.monotonic_s() - self._started_s) * 1e3
+
+
+def _echo(request: GenerationRequest) -> str:
+    return request.prompt if isinstance(request, CompletionRequest) and request.echo else ""
+
+
+async def _read_body(request: Request, limit_bytes: int) -> bytes:
+    """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
+    is too long, without taking in the rest."""
+    too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes", field="body")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise too_large
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit_bytes:
+            raise too_large
+    return bytes(parts)
+
+
+async def _read_replica(service: Service, metrics: telemetry.ServiceMetrics) -> None:
+    """Refresh the replica's gauges; while none answers, the last figures stand."""
+    try:
+        figures = await asyncio.wait_for(service.backend.stats(), _PROBE_TIMEOUT_S)
+    except (asyncio.TimeoutError, RakvError):
+        return
+    for name, value in figures.items():
+        metrics.replica.labels(name).set(value)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(RakvError)
+    async def known(request: Request, error: RakvError) -> Response:
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            return _error(NotFound(f"no such endpoint: {where}"))
+        if error.status_code == 405:
+            return _error(MethodNotAllowed(f"method not allowed: {where}"))
+        raise error
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        # Starlette re-raises it after this response, so the log has the traceback, the client not.
+        return _error(RakvError("internal error; the server's log says more"))
+
+
+def _error(error: RakvError) -> Response:
+    headers = {}
+    if error.http_status in {429, 503}:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1.0)))
+    return Response(
+        to_json(openai_format.error_body(error)),
+        status_code=error.http_status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(to_json(body), media_type="application/json")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(body) + b"\n\n"
+
+
+def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
+    """OpenAPI's description of a body that is parsed here instead of by FastAPI."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    content = {"application/json": {"schema": _inlined(schema, definitions)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """``schema`` with its references replaced by what they name; none of ours is recursive."""
+    if isinstance(schema, list):
+        return [_inlined(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        return _inlined(definitions[reference.rsplit("/", 1)[-1]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}

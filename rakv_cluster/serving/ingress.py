@@ -1,0 +1,52 @@
+"""The Ingress deployment: HTTP, tokenizer and text; no model."""
+
+from __future__ import annotations
+
+import asyncio
+from random import SystemRandom
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from rakv_cluster.chunking.boundaries import CutTable
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.config import Settings
+from rakv_cluster.model.fetch import resolve
+from rakv_cluster.model.loader import load_tokenizer
+from rakv_cluster.serving.backend import Failover
+from rakv_cluster.serving.handles import HandleBackend
+from rakv_cluster.serving.http_app import create_app
+from rakv_cluster.serving.prompting import PromptRenderer
+from rakv_cluster.serving.service import Service
+from rakv_cluster.telemetry import ServiceMetrics
+
+
+@serve.ingress()
+class Ingress:
+    """One per node; starts serving once a replica has described its model."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits a constructor that is a coroutine
+        self, settings: Settings, worker: DeploymentHandle
+    ) -> None:
+        clock = SystemClock()
+        self._metrics = ServiceMetrics()
+        backend = Failover(HandleBackend(worker), clock, self._metrics)
+        source = resolve(settings.model, settings.cache_path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, source)
+        renderer, cuts = await asyncio.gather(
+            asyncio.to_thread(PromptRenderer, tokenizer),
+            asyncio.to_thread(CutTable.from_tokenizer, tokenizer),
+        )
+        self._service = Service(
+            settings=settings,
+            backend=backend,
+            card=await backend.describe(),
+            renderer=renderer,
+            cuts=cuts,
+            clock=clock,
+            seeds=SystemRandom(),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service, self._metrics)

@@ -1,0 +1,262 @@
+"""OpenAI's request bodies as this server accepts them, and why one is refused.
+
+Three kinds of field: those that work; those known to OpenAI whose *neutral* value changes nothing
+and is accepted, while any other value is refused as unsupported instead of being ignored; and
+unknown ones, refused with the nearest known name. ``null`` means "not given".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails, from_json
+
+from rakv_cluster.config import nearest
+from rakv_cluster.errors import InvalidRequest, UnsupportedParameter
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _join_text_parts(value: object) -> object:
+    """OpenAI's list of ``{"type": "text", "text": ...}`` parts as one text, a line per part."""
+    if isinstance(value, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in value
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("must be a text or a list of text parts; other parts do not work here")
+        return "\n".join(str(part) for part in parts)
+    return value
+
+
+def _only_one(value: object) -> object:
+    """``prompt`` as a text, or as a list that holds exactly one."""
+    if isinstance(value, list):
+        if len(value) != 1 or not isinstance(value[0], str):
+            raise ValueError("must be one text; lists of prompts and token ids do not work here")
+        return value[0]
+    return value
+
+
+class _Strict(BaseModel):
+    # Strict: "5" is no number and true no integer, as at OpenAI.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class MessageIn(_Strict):
+    """One chat message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_join_text_parts)]
+
+
+class DocumentIn(_Strict):
+    """One document; ``id`` is shown to the model as its name."""
+
+    text: str = Field(min_length=1)
+    id: str = Field("", max_length=512)
+
+
+class StreamOptions(_Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GenerationRequest(_Strict):
+    """Fields that both endpoints share. A limit of 0 stands for "not given"."""
+
+    model: str = ""
+    documents: list[DocumentIn] = Field(default_factory=list)
+    reuse: Literal["exact", "off"] | None = None
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    stop: Annotated[list[StopString], BeforeValidator(_one_or_many), Field(max_length=16)] = Field(
+        default_factory=list
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], LogitBias] = Field(
+        default_factory=dict, max_length=1024
+    )
+    max_tokens: int = Field(0, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
+
+    @property
+    def output_limit(self) -> int:
+        """Most tokens to generate; 0 if the request does not say."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int:
+        """Alternatives wanted per token beside its own log-probability; -1: neither."""
+        raise NotImplementedError
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[MessageIn] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    max_completion_tokens: int = Field(0, ge=1)
+
+    @property
+    def output_limit(self) -> int:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs if self.logprobs else -1
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[str, BeforeValidator(_only_one), Field(min_length=1)]
+    logprobs: int = Field(-1, ge=0, le=20)
+    echo: bool = False
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _one_of(*neutral: object) -> Callable[[object], bool]:
+    return lambda value: any(value == v and type(value) is type(v) for v in neutral)
+
+
+_NEUTRAL: Mapping[str, Callable[[object], bool]] = {
+    # Labels that change no output.
+    "user": _is_text,
+    "safety_identifier": _is_text,
+    "prompt_cache_key": _is_text,
+    "metadata": _is_mapping,
+    # Switches in the position in which they change no output.
+    "store": _one_of(False),
+    "service_tier": _one_of("auto", "default"),
+    "tools": _one_of([]),
+    "functions": _one_of([]),
+    "tool_choice": _one_of("none", "auto"),
+    "function_call": _one_of("none", "auto"),
+    "parallel_tool_calls": _one_of(True, False),
+    "response_format": _one_of({"type": "text"}),
+    "modalities": _one_of(["text"]),
+    "audio": _one_of(),
+    "prediction": _one_of(),
+    "reasoning_effort": _one_of("none"),
+    "verbosity": _one_of("medium"),
+    "web_search_options": _one_of(),
+    "prompt_cache_retention": _one_of("in_memory", "in-memory"),
+    "suffix": _one_of(""),
+    "best_of": _one_of(1),
+}
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+def parse(kind: type[_Request], body: bytes) -> _Request:
+    """A body to a validated request.
+
+    Raises :class:`InvalidRequest` (bad JSON, wrong type or range, unknown field, conflict) or
+    :class:`UnsupportedParameter`; both name the field where there is one.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    given = _known(kind, data)
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        raise _translate(kind, error.errors(include_url=False, include_context=False)[0]) from error
+    _check_combinations(request)
+    return request
+
+
+def _known(kind: type[GenerationRequest], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields to validate: without nulls and neutral ones."""
+    given: dict[str, Any] = {}
+    for name, value in data.items():
+        if value is None:
+            if name not in kind.model_fields and name not in _NEUTRAL:
+                raise _unknown(kind, name, name)
+        elif name in _NEUTRAL and name not in kind.model_fields:
+            if not _NEUTRAL[name](value):
+                raise UnsupportedParameter(
+                    f"'{name}' with this value is not supported by this server", field=name
+                )
+        else:
+            given[name] = value
+    return given
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    if request.min_tokens > (request.output_limit or request.min_tokens):
+        raise InvalidRequest("min_tokens is larger than max_tokens", field="min_tokens")
+    if isinstance(request, ChatRequest):
+        limits = {request.max_tokens, request.max_completion_tokens} - {0}
+        if len(limits) > 1:
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens differ; send one", field="max_tokens"
+            )
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs >= 0:
+        raise UnsupportedParameter(
+            "log-probabilities of the prompt are not supported: send echo or logprobs, not both",
+            field="echo",
+        )
+    if request.stream_options.include_usage and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+
+def _translate(kind: type[GenerationRequest], error: ErrorDetails) -> InvalidRequest:
+    field = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    if error["type"] == "extra_forbidden":
+        name = str(error["loc"][-1])
+        return _unknown(kind, name, field)
+    if error["type"] == "missing":
+        return InvalidRequest(f"missing field '{field}'", field=field)
+    message = error["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"'{field}': {message}", field=field)
+
+
+def _unknown(kind: type[GenerationRequest], name: str, field: str) -> InvalidRequest:
+    hint = nearest(name, kind.model_fields) if name == field else ""
+    return InvalidRequest(f"unknown field '{field}'{hint}", field=field)

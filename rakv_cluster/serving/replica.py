@@ -1,0 +1,92 @@
+"""One replica: a model, its store and its engine. What a Worker actor holds, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.clock import Clock
+from rakv_cluster.config import Settings
+from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.errors import Unavailable
+from rakv_cluster.model.card import ModelCard
+from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.serving.bridge import EventBridge
+from rakv_cluster.store.base import ChunkStore
+
+
+class Replica:
+    """A :class:`~rakv_cluster.serving.backend.Backend` in this process."""
+
+    def __init__(
+        self, model: LoadedModel, store: ChunkStore, settings: Settings, clock: Clock
+    ) -> None:
+        self._card = model.card
+        self._store = store
+        self._engine = Engine(
+            model.runner,
+            store,
+            cuts=CutTable.from_tokenizer(model.tokenizer),
+            limits=ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens),
+            settings=engine_settings(settings),
+            clock=clock,
+            numeric_class=model.card.numeric_class,
+        )
+        self._engine.start()
+
+    async def describe(self) -> ModelCard:
+        """Identity and limits of the model; raises :class:`Unavailable` if the engine broke."""
+        self.check()
+        return self._card
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Events of one request; closing the generator cancels it within one step."""
+        bridge = EventBridge(asyncio.get_running_loop())
+        self._engine.submit(request, bridge)
+        try:
+            async with aclosing(bridge.events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._engine.cancel(request.request_id)
+
+    async def stats(self) -> dict[str, float]:
+        """Figures of engine and store, by name."""
+        engine = asdict(self._engine.stats())
+        counters = engine.pop("counters")
+        finished = counters.pop("finished")
+        store = self._store.stats()
+        return {
+            **{f"engine_{name}": float(value) for name, value in engine.items()},
+            **{f"engine_{name}_total": float(value) for name, value in counters.items()},
+            **{f"engine_finished_{name}_total": float(n) for name, n in finished.items()},
+            "store_records": float(store.records),
+            "store_bytes": float(store.stored_bytes),
+            "store_budget_bytes": float(store.budget_bytes),
+            **{f"store_{name}_total": float(value) for name, value in store.counters.items()},
+        }
+
+    def check(self) -> None:
+        """Raise :class:`Unavailable` unless the engine works."""
+        if not self._engine.healthy():
+            raise Unavailable("the engine does not run", retry_after_s=1.0)
+
+    def close(self) -> None:
+        """Cancel what runs, finish pending writes, close the store."""
+        self._engine.stop()
+        self._store.close()
+
+
+def engine_settings(settings: Settings) -> EngineSettings:
+    """The service's settings in the engine's terms."""
+    return EngineSettings(
+        kv_budget_bytes=int(settings.kv_budget_bytes),
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        max_step_tokens=settings.step_token_budget,
+    )

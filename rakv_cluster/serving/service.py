@@ -1,0 +1,210 @@
+"""A validated request to engine requests, and back to updates: the ingress without its HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from random import Random
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.chunking.keys import namespace
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.clock import Clock
+from rakv_cluster.config import Settings
+from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from rakv_cluster.model.card import ModelCard
+from rakv_cluster.serving.backend import Backend
+from rakv_cluster.serving.generation import Choice, Update, run_choices
+from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, GenerationRequest
+from rakv_cluster.serving.prompting import PromptRenderer, Segments
+from rakv_cluster.serving.template import Document, Message
+from rakv_cluster.types import ChunkedPrompt, ReuseMode, SamplingParams
+
+_INLINE_CHARACTERS = 4096
+"""Shorter prompts are tokenized on the event loop: under a millisecond, less than a thread hop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to run; ``id`` begins the ids of its engine requests."""
+
+    id: str
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    reuse: ReuseMode
+    tokenize_ms: float
+
+
+class Service:
+    """Prepares and runs requests against one model. One per ingress process."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        backend: Backend,
+        card: ModelCard,
+        renderer: PromptRenderer,
+        cuts: CutTable,
+        clock: Clock,
+        seeds: Random,
+    ) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.card = card
+        self.clock = clock
+        self._renderer = renderer
+        self._cuts = cuts
+        self._seeds = seeds
+        self._limits = ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens)
+        # One tenant until keys exist (DESIGN.md section 10): the salt is the server's, never the
+        # client's.
+        self._namespace = namespace(card.digest, b"")
+        self.token_bytes = renderer.token_bytes
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.settings.served_model_name or self.card.model_id
+
+    async def prepare(self, request: GenerationRequest) -> Prepared:
+        """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
+        self._check(request)
+        started_s = self.clock.monotonic_s()
+        prompt = await self._prompt(request)
+        tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
+        field = "messages" if isinstance(request, ChatRequest) else "prompt"
+        max_tokens = self._output_limit(request, len(prompt.token_ids), field)
+        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed % 2**63
+        reuse = ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
+        ends = frozenset() if request.ignore_eos else self.card.eos_token_ids
+        request_id = uuid.uuid4().hex
+        choices = tuple(
+            Choice(
+                EngineRequest(
+                    request_id=f"{request_id}-{index}",
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    sampling=_sampling(request, seed, index),
+                    min_tokens=request.min_tokens,
+                    stop_token_ids=ends | frozenset(request.stop_token_ids),
+                    reuse=reuse,
+                    top_logprobs=request.alternatives,
+                    timeout_s=self.settings.request_timeout_s,
+                ),
+                tuple(request.stop),
+            )
+            for index in range(request.n)
+        )
+        return Prepared(request_id, choices, len(prompt.token_ids), reuse, tokenize_ms)
+
+    async def run(self, prepared: Prepared) -> AsyncGenerator[Update, None]:
+        """Updates of all choices; see :func:`run_choices`."""
+        updates = run_choices(self.backend, prepared.choices, self.token_bytes)
+        async with aclosing(updates):
+            async for update in updates:
+                yield update
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.model and request.model not in {self.model_name, self.card.model_id}:
+            raise ModelNotFound(
+                f"the model '{request.model}' does not exist here; this server holds "
+                f"'{self.model_name}'",
+                field="model",
+            )
+        _at_most("n", request.n, self.settings.max_choices)
+        _at_most("documents", len(request.documents), self.settings.max_documents)
+        if isinstance(request, ChatRequest):
+            _at_most("messages", len(request.messages), self.settings.max_messages)
+            if not request.documents and not any(m.content.strip() for m in request.messages):
+                raise InvalidRequest("the prompt is empty: no message has text", field="messages")
+        for field, ids in (
+            ("logit_bias", [int(token_id) for token_id in request.logit_bias]),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            unknown = next((i for i in ids if i >= self.card.vocab_size), None)
+            if unknown is not None:
+                raise InvalidRequest(
+                    f"token id {unknown} is not in the vocabulary (0 to "
+                    f"{self.card.vocab_size - 1})",
+                    field=field,
+                )
+
+    async def _prompt(self, request: GenerationRequest) -> ChunkedPrompt:
+        documents = [Document(d.text, d.id) for d in request.documents]
+        characters = sum(len(document.text) for document in documents)
+        if isinstance(request, ChatRequest):
+            messages = [_message(m.role, m.content) for m in request.messages]
+            characters += sum(len(message.content) for message in messages)
+
+            def segments() -> Segments:
+                return self._renderer.chat(messages, documents)
+        elif isinstance(request, CompletionRequest):
+            prompt = request.prompt
+            characters += len(prompt)
+
+            def segments() -> Segments:
+                return self._renderer.completion(prompt, documents)
+        else:
+            raise TypeError(f"no prompt in a {type(request).__name__}")
+
+        def chunked() -> ChunkedPrompt:
+            return chunk_prompt(self._namespace, segments(), self._cuts, self._limits)
+
+        if characters <= _INLINE_CHARACTERS:
+            return chunked()
+        return await asyncio.to_thread(chunked)
+
+    def _output_limit(self, request: GenerationRequest, prompt_tokens: int, field: str) -> int:
+        room = self.card.context_tokens - prompt_tokens
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty: it has no tokens", field=field)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens; with at least one for the answer the "
+                f"model's context holds {self.card.context_tokens}",
+                field=field,
+            )
+        if request.output_limit > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {request.output_limit}; "
+                f"together they exceed the model's context of {self.card.context_tokens}",
+                field="max_tokens",
+            )
+        limit = request.output_limit or min(room, self.settings.default_max_tokens)
+        if request.min_tokens > limit:
+            raise InvalidRequest(
+                f"min_tokens is larger than the output limit of {limit}", field="min_tokens"
+            )
+        return limit
+
+
+def _at_most(field: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise InvalidRequest(f"'{field}': at most {limit}, not {value}", field=field)
+
+
+def _message(role: str, content: str) -> Message:
+    # Templates know OpenAI's "developer" under its older name.
+    if role == "user":
+        return Message("user", content)
+    return Message("assistant" if role == "assistant" else "system", content)
+
+
+def _sampling(request: GenerationRequest, seed: int, index: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(0, request.top_k),
+        min_p=request.min_p,
+        seed=seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias={int(token_id): bias for token_id, bias in request.logit_bias.items()},
+        choice_index=index,
+    )

@@ -1,0 +1,34 @@
+"""The store of one replica, as the settings ask for it."""
+
+from __future__ import annotations
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.cluster.service import open_node_store
+from rakv_cluster.cluster.settings import ClusterStoreSettings
+from rakv_cluster.config import Settings
+from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.lmdb_shard import ShardSettings
+from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.store.null import NullStore
+from rakv_cluster.store.tiered import TieredStore
+
+
+def cluster_store_settings(settings: Settings) -> ClusterStoreSettings:
+    """The service's settings in the cluster store's terms."""
+    return ClusterStoreSettings(
+        folder=str(settings.store_path),
+        shard=ShardSettings(budget_bytes=int(settings.disk_budget_bytes)),
+    )
+
+
+def open_store(settings: Settings, clock: Clock) -> ChunkStore:
+    """RAM before the node's disk, RAM alone, or nothing; called in a process of the Ray cluster.
+
+    A disk that cannot be used costs only its tier.
+    """
+    if settings.store == "none":
+        return NullStore()
+    memory = MemoryStore(int(settings.ram_budget_bytes), clock)
+    if settings.store == "memory":
+        return memory
+    return TieredStore(memory, open_node_store(cluster_store_settings(settings), clock))
