@@ -1,0 +1,130 @@
+"""``rakv serve`` and ``rakv settings``."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rakv_cluster.config import Settings, load_settings
+from rakv_cluster.errors import ConfigError
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML or TOML file of settings; default: RAKV_CONFIG."),
+]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting that `rakv settings` lists; repeatable."
+    ),
+]
+
+
+def serve(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Model name, Hugging Face id or folder.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads per copy; 0: share all cores.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    store_dir: Annotated[Path | None, typer.Option(help="Folder of the KV store.")] = None,
+    ram_budget: Annotated[str | None, typer.Option(help="KV kept in RAM, such as 2GiB.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(help="KV kept on disk, such as 50GiB.")] = None,
+    config: ConfigFile = None,
+    extra: Extra = None,
+) -> None:
+    """Start a service on this machine and keep it running until Ctrl-C."""
+    flags = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "replicas": replicas,
+        "threads": threads,
+        "device": device,
+        "dtype": dtype,
+        "store_dir": store_dir,
+        "ram_budget_bytes": ram_budget,
+        "disk_budget_bytes": disk_budget,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    chosen = load_settings({**given, **_pairs(extra)}, file=config)
+    # Imported late, like Ray below: `rakv --help` must not wait for torch.
+    from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
+
+    # What can fail fast does so here: a wrong model name must not cost a start of Ray.
+    resolve(chosen.model, chosen.cache_path)
+    _check_port(chosen.host, chosen.port)
+    run(chosen, Console(stderr=True, soft_wrap=True))
+
+
+def settings(*, config: ConfigFile = None, extra: Extra = None) -> None:
+    """List every setting with its value here, and what it means."""
+    chosen = load_settings(_pairs(extra), file=config)
+    table = Table("setting", "value", "meaning")
+    for name, field in Settings.model_fields.items():
+        value = getattr(chosen, name)
+        shown = value.human_readable() if name.endswith("_bytes") else str(value)
+        table.add_row(name, shown, field.description or "")
+    console = Console()
+    console.print(table)
+    console.print(
+        "Set them as --set NAME=VALUE, RAKV_NAME in the environment, or in a --config file; "
+        "the first wins.",
+        highlight=False,
+    )
+
+
+def run(chosen: Settings, console: Console) -> None:
+    """Serve until SIGINT or SIGTERM; stops everything it started."""
+    from rakv_cluster.serving.app import running  # noqa: PLC0415
+
+    stop = threading.Event()
+    console.print(f"starting {chosen.model} ...", highlight=False)
+    with running(chosen) as service:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        if not service.on_loopback:
+            console.print(
+                f"[bold yellow]warning:[/] Ray's own processes bound {service.node_address}, which "
+                "other machines may reach; run `rakv` under scripts/loopback to keep them local",
+                highlight=False,
+            )
+        console.print(f"ready on {service.url} (Ctrl-C stops it)", highlight=False)
+        stop.wait()
+        console.print("stopping ...", highlight=False)
+    console.print("stopped", highlight=False)
+
+
+def _pairs(extra: list[str] | None) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for item in extra or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: write it as NAME=VALUE")
+        pairs[name.strip().replace("-", "_")] = value
+    return pairs
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}", field="port") from (
+                error
+            )
