@@ -18,6 +18,7 @@ ROOT = bytes(KEY_BYTES)
 """Parent of a prompt's first chunk."""
 
 _ID_LIMIT = 2**32
+_HEAD_LENGTHS = (128, 64, 32, 16, 8, 0)
 
 
 def namespace(model_digest: bytes, tenant_salt: bytes) -> bytes:
@@ -41,14 +42,24 @@ def prefix_key(ns: bytes, parent: bytes, token_ids: Sequence[int] | np.ndarray) 
     return sha256(ns + b"P" + parent + id_bytes(token_ids)).digest()
 
 
-def tail_key(ns: bytes, parent: bytes) -> bytes:
-    """Names the open tail behind ``parent``.
+def tail_key(ns: bytes, parent: bytes, head: Sequence[int] | np.ndarray = ()) -> bytes:
+    """Names the open tail behind ``parent`` that begins with the tokens ``head``.
 
-    That is one record: the tokens last seen behind this prefix that complete no chunk. KV of equal
-    tokens behind an equal prefix is valid whatever follows, so a reader uses the longest common
-    prefix of the record's tokens and the wanted ones.
+    That is one record: the tokens last seen there that complete no chunk. KV of equal tokens behind
+    an equal prefix is valid whatever follows, so a reader uses the longest common prefix of the
+    record's tokens and the wanted ones. ``head`` keeps apart tails behind one common prefix, such
+    as the first turns of chats that share a system prompt; see :func:`head_lengths`.
     """
-    return sha256(ns + b"T" + parent).digest()
+    return sha256(ns + b"T" + parent + id_bytes(head)).digest()
+
+
+def head_lengths(tokens: int) -> tuple[int, ...]:
+    """Lengths of heads that a tail's ``tokens`` leading tokens can be filed under, longest first.
+
+    A writer files a tail once, under the first of them for the tokens that any later request for
+    it will have; a reader asks for all of them for the tokens it wants.
+    """
+    return tuple(length for length in _HEAD_LENGTHS if length <= tokens)
 
 
 def id_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -16,9 +16,10 @@ from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.admission import check_request
 from rakv_cluster.engine.checks import check_state
+from rakv_cluster.engine.emission import Emitter
 from rakv_cluster.engine.keeping import Keeper
 from rakv_cluster.engine.prefixes import Prefixes
-from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.scheduler import (
     Candidate,
     Share,
@@ -40,7 +41,7 @@ from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkStore
-from rakv_cluster.types import FinishReason, Tier, TokenLogprob
+from rakv_cluster.types import FinishReason, Tier
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class EngineCore:
             counters=self._counters,
             wake=wake,
         )
+        self._emitter = Emitter(clock, self._counters)
         self._stepper = Stepper(
             runner, self._costs, clock, max_step_tokens=settings.max_step_tokens
         )
@@ -122,26 +124,30 @@ class EngineCore:
         """Prompt tokens of requests that are not admitted yet; any thread may ask."""
         return sum(sequence.prompt_tokens for sequence in tuple(self._waiting))
 
-    def check(self, request: EngineRequest) -> None:
-        """Raise ``InvalidRequest`` for a request that can never run. Any thread may call it."""
+    def prepare(self, request: EngineRequest, sink: Sink) -> Sequence:
+        """Check a request and build its state; any thread may call it.
+
+        Raises ``InvalidRequest`` or ``ContextLengthExceeded`` for one that can never run.
+        """
         check_request(request, self._runner, self._pool)
+        now_s = self._clock.monotonic_s()
+        return Sequence.create(request, sink, now_s, self._runner.vocab_size)
 
     def calibrate(self) -> None:
         """Measure a few forwards, so that costs are known from the start."""
         self._stepper.calibrate(self._pool)
 
-    def add(self, request: EngineRequest, sink: Sink, submitted_s: float) -> None:
-        """Take a checked request into the waiting queue."""
-        sequence = Sequence.create(
-            request, sink, self._arrivals, submitted_s, self._runner.vocab_size
-        )
+    def add(self, sequence: Sequence) -> None:
+        """Take a prepared request into the waiting queue."""
+        request = sequence.request
+        sequence.arrival = self._arrivals
         self._arrivals += 1
         self._counters.requests += 1
         self._tenants.enter(request.tenant)
         self._open[request.request_id] = sequence
         self._waiting.append(sequence)
         if sequence.output_tokens >= request.max_tokens:
-            self._emit(sequence, (), FinishReason.LENGTH)
+            self._emitter.emit(sequence, finish=FinishReason.LENGTH)
             self._close(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -271,9 +277,9 @@ class EngineCore:
         self._waiting.append(victim)
         self._counters.preemptions += 1
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         del self._active[sequence.arrival]
-        self._prefixes.leave(sequence, self._active.values())
+        self._prefixes.leave(sequence, self._active.values(), poisoned=poisoned)
 
     # --- computing
 
@@ -340,12 +346,12 @@ class EngineCore:
         if sequence.first_token_s < 0:
             sequence.first_token_s = now_s
         if choice.token_id in request.stop_token_ids:
-            self._emit(sequence, (), FinishReason.STOP, stop_token_id=choice.token_id)
+            self._emitter.emit(sequence, finish=FinishReason.STOP, stop_token_id=choice.token_id)
             return True
         sequence.append(choice.token_id)
         self._counters.output_tokens += 1
         finish = FinishReason.LENGTH if sequence.output_tokens >= request.max_tokens else None
-        delivered = self._emit(sequence, (choice.token_id,), finish, logprobs=_logprobs(choice))
+        delivered = self._emitter.emit(sequence, choice=choice, finish=finish)
         return finish is not None or not delivered
 
     def _keep_one(self) -> None:
@@ -360,61 +366,23 @@ class EngineCore:
     def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         sequence = self._open.get(request_id)
         if sequence is not None:
-            self._emit(sequence, (), reason, error=error)
-            self._close(sequence, keep=reason is not FinishReason.ERROR)
+            self._emitter.emit(sequence, finish=reason, error=error)
+            self._close(sequence, failed=reason is FinishReason.ERROR)
 
-    def _close(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Free everything a request holds, after storing what is worth it."""
+    def _close(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Free everything a request holds, after storing what is verified unless it failed."""
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
         else:
-            if keep and sequence.phase is Phase.RUNNING:
+            if not failed and sequence.phase is Phase.RUNNING:
                 self._keeper.keep_rest(sequence, self._costs.view(self._clock.monotonic_s()))
-            self._leave(sequence)
+            self._leave(sequence, poisoned=failed)
         sequence.phase = Phase.DONE
         self._tenants.leave(sequence.request.tenant)
         del self._open[sequence.request.request_id]
         self._closed(sequence.request.request_id)
         self._counters.ram_tokens += sequence.reused.get(Tier.RAM, 0)
         self._counters.disk_tokens += sequence.reused.get(Tier.DISK, 0)
-
-    def _emit(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        *,
-        logprobs: tuple[TokenLogprob, ...] = (),
-        stop_token_id: int = -1,
-        error: str = "",
-    ) -> bool:
-        """Hand an event to the sink; False if the sink is broken, which ends the request."""
-        wants_stats = finish is not None or not sequence.stats_sent
-        sequence.stats_sent = True
-        event = EngineEvent(
-            request_id=sequence.request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish=finish,
-            stop_token_id=stop_token_id,
-            stats=sequence.stats(self._clock.monotonic_s()) if wants_stats else None,
-            error=error,
-        )
-        if finish is not None:
-            self._counters.finish(finish.value)
-        try:
-            sequence.sink(event)
-        except Exception:  # a caller's bug must not stop other requests
-            self._counters.sink_failures += 1
-            log.exception("the sink of request %s failed", sequence.request.request_id)
-            return False
-        return True
-
-
-def _logprobs(choice: Choice) -> tuple[TokenLogprob, ...]:
-    if choice.logprob is None:
-        return ()
-    return (TokenLogprob(choice.token_id, choice.logprob, choice.top),)
 
 
 def _describe(error: Exception) -> str:

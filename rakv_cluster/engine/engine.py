@@ -9,7 +9,7 @@ from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.core import EngineCore
 from rakv_cluster.engine.request import EngineRequest
-from rakv_cluster.engine.sequence import Sink
+from rakv_cluster.engine.sequence import Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
@@ -51,7 +51,7 @@ class Engine:
         self._savers = ThreadWorkers("rakv-save", threads=1, queue_limit=_SAVER_QUEUE)
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        self._submitted: list[tuple[EngineRequest, Sink, float]] = []
+        self._submitted: list[Sequence] = []
         self._cancelled: set[str] = set()
         self._open: set[str] = set()
         self._stopping = False
@@ -93,7 +93,7 @@ class Engine:
         ``Overloaded`` when the waiting queue is full, ``Unavailable`` when the engine is stopped
         or broken.
         """
-        self._core.check(request)
+        sequence = self._core.prepare(request, sink)
         with self._lock:
             if self._stopping or self._broken:
                 raise Unavailable(self._broken or "the engine is stopping", retry_after_s=1.0)
@@ -107,7 +107,7 @@ class Engine:
                     retry_after_s=self._retry_after_s(),
                 )
             self._open.add(request.request_id)
-            self._submitted.append((request, sink, self._clock.monotonic_s()))
+            self._submitted.append(sequence)
         self._woken.set()
 
     def cancel(self, request_id: str) -> None:
@@ -159,7 +159,7 @@ class Engine:
         with self._lock:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, set()
-        for request, sink, submitted_s in submitted:
-            self._core.add(request, sink, submitted_s)
+        for sequence in submitted:
+            self._core.add(sequence)
         for request_id in cancelled:
             self._core.cancel(request_id)

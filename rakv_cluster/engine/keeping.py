@@ -1,16 +1,16 @@
 """Which verified KV of a sequence is stored, and when.
 
-Chunks of the prompt go under their prefix keys. Generated tokens, and what the prompt has behind
-its last complete chunk, go under tail keys: one record per chunk they make, each under the tail
-key of what stands in front of it, so that a reader can follow them whatever the next turn's cuts
-are (docs/adr/0031). Copies are made when the first token is out, one per step, so that storing
+Chunks of the prompt go under their prefix keys. What the prompt has behind its last complete
+chunk, and generated tokens, go under tail keys: one record per chunk they make, each under the
+tail key of what stands in front of it, so that a reader can follow them whatever the next turn's
+cuts are (docs/adr/0030). Copies are made when the first token is out, one per step, so that storing
 delays no first token and no stream by more than one chunk's copy; the rest when the request ends.
 """
 
 from __future__ import annotations
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
-from rakv_cluster.chunking.keys import ROOT, tail_key
+from rakv_cluster.chunking.keys import ROOT, head_lengths, tail_key
 from rakv_cluster.chunking.prompt import extend
 from rakv_cluster.engine.sequence import Sequence
 from rakv_cluster.reuse.costs import CostView
@@ -47,7 +47,7 @@ class Keeper:
             sequence.next_save += 1
             key = chunk.prefix_key
             if index >= sequence.prompt_chunks:
-                key = tail_key(sequence.chunked.namespace, _parent(sequence, index))
+                key = _tail_key(sequence, index, chunk.start, chunk.end)
             elif key in sequence.stored_keys or self._saver.is_pending(key):
                 continue
             self._offer(sequence, key, chunk.start, chunk.end, costs)
@@ -64,8 +64,8 @@ class Keeper:
         index = sequence.next_save
         start = sequence.chunked.chunks[index - 1].end if index else 0
         if start < sequence.buffer.length:
-            key = tail_key(sequence.chunked.namespace, _parent(sequence, index))
-            self._offer(sequence, key, start, sequence.buffer.length, costs)
+            stop = sequence.buffer.length
+            self._offer(sequence, _tail_key(sequence, index, start, stop), start, stop, costs)
 
     def _offer(
         self, sequence: Sequence, key: bytes, start: int, stop: int, costs: CostView
@@ -82,6 +82,13 @@ class Keeper:
         )
 
 
-def _parent(sequence: Sequence, index: int) -> bytes:
-    """Key of the prefix in front of chunk ``index``."""
-    return sequence.chunked.chunks[index - 1].prefix_key if index else ROOT
+def _tail_key(sequence: Sequence, index: int, start: int, stop: int) -> bytes:
+    """Key of the tail at ``[start, stop)`` behind chunk ``index - 1``.
+
+    Its head are prompt tokens only: a later request for the same prompt has those, whatever it
+    or the next turn has behind them.
+    """
+    parent = sequence.chunked.chunks[index - 1].prefix_key if index else ROOT
+    of_prompt = max(min(stop, sequence.prompt_tokens) - start, 0)
+    head = sequence.ids[start : start + head_lengths(of_prompt)[0]]
+    return tail_key(sequence.chunked.namespace, parent, head)

@@ -98,11 +98,13 @@ class Prefixes:
             return sequence.waiting_since_s + self._load_limit_s(sequence)
         return float("inf")
 
-    def leave(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+    def leave(
+        self, sequence: Sequence, active: Iterable[Sequence], *, poisoned: bool = False
+    ) -> None:
         """Take ``sequence`` out of its phase and release its buffer.
 
         Those who wait for its prefix take what there is first. A buffer that a loader thread may
-        still write to is not used again.
+        still write to, or that is ``poisoned`` (its last forward failed), is not used again.
         """
         for follower in list(active):
             if follower.phase is Phase.JOINING and follower.donor is sequence:
@@ -112,8 +114,10 @@ class Prefixes:
         sequence.buffer = sequence.job = sequence.donor = None
         if buffer is None:
             return
-        if job is not None and not job.done:
+        loading = job is not None and not job.done
+        if job is not None:
             job.abandon()
+        if loading or poisoned:
             self._pool.discard(buffer)
         else:
             self._pool.release(buffer)

@@ -38,12 +38,12 @@ class Sequence:
 
     request: EngineRequest
     sink: Sink
-    arrival: int
     submitted_s: float
     rule: TokenRule
     ids: np.ndarray
     count: int
     chunked: ChunkedPrompt
+    arrival: int = -1
     phase: Phase = Phase.WAITING
     buffer: KvBuffer | None = None
     preempted: bool = False
@@ -63,7 +63,7 @@ class Sequence:
 
     @classmethod
     def create(
-        cls, request: EngineRequest, sink: Sink, arrival: int, submitted_s: float, vocab_size: int
+        cls, request: EngineRequest, sink: Sink, submitted_s: float, vocab_size: int
     ) -> Sequence:
         """A waiting sequence; forced tokens count as output that is known already."""
         prompt_ids = request.prompt.token_ids
@@ -77,7 +77,6 @@ class Sequence:
         return cls(
             request=request,
             sink=sink,
-            arrival=arrival,
             submitted_s=submitted_s,
             rule=rule,
             ids=ids,

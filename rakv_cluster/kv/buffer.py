@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rakv_cluster.kv.layout import KvLayout
@@ -15,8 +16,8 @@ class KvBuffer:
     """KV slots of one sequence; slot ``p`` belongs to position ``p``.
 
     ``data`` is ``[layers, 2, kv_heads, capacity, head_dim]``. Slots below ``length`` hold verified
-    KV; slots from ``length`` on are zero or left over from rejected drafts, and are never stored
-    or shared.
+    KV; slots from ``length`` on hold finite left-overs (of rejected drafts, of an earlier lease),
+    and are never stored, shared or attended to.
     """
 
     data: torch.Tensor
@@ -30,7 +31,7 @@ class KvBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of ``data``."""
-        return self.data.numel() * self.data.element_size()
+        return _nbytes(self.data)
 
     def keys(self, layer: int) -> torch.Tensor:
         """``[kv_heads, capacity, head_dim]``, a view."""
@@ -48,10 +49,13 @@ class KvBuffer:
 class BufferPool:
     """Leases :class:`KvBuffer` within a byte budget.
 
-    Capacities are rounded up to ``granule_tokens`` so that a few sizes are reused instead of
-    fragmenting the heap; at most ``spare_buffers`` returned buffers are kept for that. Slots are
-    zeroed on lease: attention may read a rounded length, and weight 0 times NaN is NaN. Used by
-    the engine thread only.
+    Capacities are rounded up to ``granule_tokens``. Returned memory is kept for later leases as
+    long as leases and spares together stay within the budget, so a lease seldom waits for the
+    system to hand out and clear pages; a spare serves a lease of at least half its capacity.
+
+    Every slot of a lease holds a finite number, because attention may read a rounded length under
+    a mask, and weight 0 times NaN is NaN: fresh memory is zero, and whoever may have written
+    something else ends the lease with :meth:`discard`. Used by the engine thread only.
     """
 
     def __init__(
@@ -61,20 +65,24 @@ class BufferPool:
         budget_bytes: int,
         device: torch.device,
         granule_tokens: int = 256,
-        spare_buffers: int = 4,
     ) -> None:
         self._layout = layout
         self._budget_bytes = budget_bytes
         self._device = device
         self._granule_tokens = granule_tokens
         self._spares: deque[torch.Tensor] = deque()
-        self._spare_limit = spare_buffers
         self._leased: dict[int, int] = {}
+        self._leased_bytes = 0
 
     @property
     def leased_bytes(self) -> int:
         """Bytes of all buffers out on lease."""
-        return sum(self._leased.values())
+        return self._leased_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of memory kept for later leases."""
+        return sum(_nbytes(spare) for spare in self._spares)
 
     @property
     def budget_bytes(self) -> int:
@@ -82,43 +90,64 @@ class BufferPool:
         return self._budget_bytes
 
     def lease_bytes(self, tokens: int) -> int:
-        """Bytes that a lease for ``tokens`` slots accounts for."""
+        """Bytes that a fresh lease for ``tokens`` slots accounts for."""
         return self._rounded(tokens) * self._layout.bytes_per_token
 
     def can_lease(self, tokens: int) -> bool:
         """Whether :meth:`lease` would succeed now."""
-        return self.leased_bytes + self.lease_bytes(tokens) <= self._budget_bytes
+        return self._leased_bytes + self.lease_bytes(tokens) <= self._budget_bytes
 
     def lease(self, tokens: int) -> KvBuffer:
-        """A zeroed buffer of at least ``tokens`` slots; raises ``MemoryError`` over budget."""
+        """A buffer of at least ``tokens`` slots; raises ``MemoryError`` over budget."""
         if not self.can_lease(tokens):
             raise MemoryError(f"no KV memory for {tokens} tokens within {self._budget_bytes} bytes")
         buffer = KvBuffer(self._take(self._rounded(tokens)))
         self._leased[id(buffer)] = buffer.nbytes
+        self._leased_bytes += buffer.nbytes
+        self._shed()
         return buffer
 
     def release(self, buffer: KvBuffer) -> None:
         """Return a lease; raises ``KeyError`` for a buffer that is not out on lease."""
-        del self._leased[id(buffer)]
+        self.discard(buffer)
         self._spares.append(buffer.data)
-        if len(self._spares) > self._spare_limit:
-            self._spares.popleft()
+        self._shed()
 
     def discard(self, buffer: KvBuffer) -> None:
-        """End a lease without taking the memory back: somebody may still write to it.
+        """End a lease without keeping the memory: it may hold NaN, or still be written to.
 
         It is freed when the last reference is gone. Raises ``KeyError`` like :meth:`release`.
         """
-        del self._leased[id(buffer)]
+        self._leased_bytes -= self._leased.pop(id(buffer))
 
     def _rounded(self, tokens: int) -> int:
         return -(-max(tokens, 1) // self._granule_tokens) * self._granule_tokens
 
+    def _shed(self) -> None:
+        """Free the oldest spares until everything fits the budget."""
+        while self._spares and self._leased_bytes + self.spare_bytes > self._budget_bytes:
+            self._spares.popleft()
+
     def _take(self, capacity: int) -> torch.Tensor:
-        for index, spare in enumerate(self._spares):
-            if spare.shape[3] == capacity:
-                del self._spares[index]
-                return spare.zero_()
-        return torch.zeros(
-            self._layout.shape(capacity), dtype=self._layout.torch_dtype, device=self._device
-        )
+        """The smallest spare that fits without waste or overdraft, else fresh zeroed memory."""
+        free = (self._budget_bytes - self._leased_bytes) // self._layout.bytes_per_token
+        largest = min(2 * capacity, free)
+        fitting = [spare for spare in self._spares if capacity <= spare.shape[3] <= largest]
+        if not fitting:
+            return self._fresh(capacity)
+        best = min(fitting, key=lambda spare: spare.shape[3])
+        self._spares = deque(spare for spare in self._spares if spare is not best)
+        return best
+
+    def _fresh(self, capacity: int) -> torch.Tensor:
+        shape, dtype = self._layout.shape(capacity), self._layout.torch_dtype
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        # numpy takes zeroed pages from the system as they are touched; torch would write them all
+        # now, some 10 ms for a prompt of 500 tokens.
+        raw = np.zeros(shape, dtype=np.uint16 if self._layout.itemsize == 2 else np.uint32)
+        return torch.from_numpy(raw).view(dtype)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -21,7 +21,6 @@ from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
     ReusePlan,
-    first_keys,
     plan_reuse,
     stored_path,
     usable,
@@ -69,9 +68,9 @@ def find_path(
 ) -> tuple[tuple[PlannedLoad, ...], frozenset[bytes]]:
     """The stored prefix of ``prompt`` and the keys of its chunks that are stored.
 
-    Asks the store in batches: all chunk borders at once, then along the chain of tail records,
-    each of which holds at least one token. ``settle`` is called with the keys before each batch:
-    it lets writes of this replica that are under way arrive.
+    Asks the store in batches: all chunks at once, then along the chain of tail records, each of
+    which holds at least one token. ``settle`` is called with the keys before each batch: it lets
+    writes of this replica that are under way arrive.
     """
 
     def find(keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -80,14 +79,14 @@ def find_path(
         found = {key: each for key, each in store.find(keys).items() if key in wanted}
         return usable(found, numeric_class, share_across_classes=share_across_classes)
 
-    asked = first_keys(prompt)
-    found = find(asked)
+    asked = {chunk.prefix_key for chunk in prompt.chunks}
+    found = find([chunk.prefix_key for chunk in prompt.chunks]) if asked else {}
     stored = frozenset(chunk.prefix_key for chunk in prompt.chunks if chunk.prefix_key in found)
     for _ in range(len(prompt.token_ids)):
         path = stored_path(prompt, found, asked, have)
         if not path.probe:
             break
-        asked += path.probe
+        asked |= set(path.probe)
         found |= find(path.probe)
     return path.loads, stored
 
@@ -118,6 +117,9 @@ def load_plan(
         outcomes = _load_batch(batch, store, buffer, layout)
         took_ms = (clock.monotonic_s() - began) * 1e3
         state = _advance(state, batch, outcomes, took_ms)
+        if state.failed:
+            # What a failed load leaves may be NaN, which a masked attention would still read.
+            buffer.slots(state.tokens, batch[-1].end).zero_()
         if not progress(state) or state.failed:
             break
     return state
@@ -170,7 +172,11 @@ def _load_batch(
         LoadItem(load.key, load.token_ids, layout, bits(target))
         for load, target in zip(batch, targets, strict=True)
     ]
-    outcomes = store.load(items)
+    try:
+        outcomes = store.load(items)
+    except Exception:  # the boundary to any store: an error is a miss
+        log.warning("a store failed in load; computing instead", exc_info=True)
+        return []
     if not on_host:
         for load, target in zip(batch, targets, strict=True):
             buffer.slots(load.start, load.end).copy_(target)
@@ -214,7 +220,7 @@ class LoadJob:
         try:
             self._run()
         except Exception:  # the boundary to any store: nothing it raises may get out
-            log.warning("a store failed in find or load; computing instead", exc_info=True)
+            log.warning("a store failed in find; computing instead", exc_info=True)
             self._report(replace(self.state, failed=self.state.failed + 1))
         finally:
             self.done = True

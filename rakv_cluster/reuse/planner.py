@@ -3,17 +3,17 @@
 The stored prefix of a prompt is a path: complete chunks by prefix key, and where those run out,
 open-tail records ("the tokens last seen behind this prefix"). A tail record that is matched to
 its last token leads to the prefix key of what it holds, where the path may go on; that is how the
-KV of a long answer serves the next turn, whose chunks are cut differently.
+KV of a long answer serves the next turn, whose chunks are cut differently (docs/adr/0030).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from rakv_cluster.chunking.keys import ROOT, prefix_key, tail_key
+from rakv_cluster.chunking.keys import ROOT, head_lengths, prefix_key, tail_key
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.store.base import Found
 from rakv_cluster.types import ChunkedPrompt, Tier
@@ -58,14 +58,6 @@ class ReusePlan:
     compute_ms: float = 0.0
 
 
-def first_keys(prompt: ChunkedPrompt) -> list[bytes]:
-    """What to ask the store first: every chunk, and the open tail behind every chunk."""
-    keys = [tail_key(prompt.namespace, ROOT)]
-    for chunk in prompt.chunks:
-        keys += [chunk.prefix_key, tail_key(prompt.namespace, chunk.prefix_key)]
-    return keys
-
-
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     """Number of leading equal elements of two integer arrays."""
     size = min(len(left), len(right))
@@ -74,42 +66,44 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def stored_path(
-    prompt: ChunkedPrompt, found: Mapping[bytes, Found], asked: Iterable[bytes], have: int
+    prompt: ChunkedPrompt, found: Mapping[bytes, Found], asked: Collection[bytes], have: int
 ) -> StoredPath:
     """Follow the stored prefix from the last chunk border at or below position ``have``.
 
     Never covers the prompt's last token, whose logits are needed. ``found`` holds usable records
-    only (see :func:`usable`); ``asked`` are all keys the store was asked for.
+    only (see :func:`usable`) of the keys ``asked`` so far, the prompt's chunks among them.
     """
     ids = prompt.token_ids
     limit = len(ids) - 1
     chunk_at = {chunk.start: chunk for chunk in prompt.chunks}
-    known = set(asked)
     position, parent = _border(prompt, have)
     loads: list[PlannedLoad] = []
     while position < limit:
         chunk = chunk_at.get(position)
-        if chunk is not None and chunk.prefix_key in found:
-            record = found[chunk.prefix_key]
-            if record.token_ids != chunk.token_ids:
-                break
+        record = found.get(chunk.prefix_key) if chunk is not None else None
+        if chunk is not None and record is not None and record.token_ids == chunk.token_ids:
             wanted = chunk.token_ids[: limit - position]
             loads.append(_load(chunk.prefix_key, position, wanted, record))
             position, parent = chunk.end, chunk.prefix_key
             continue
-        key = tail_key(prompt.namespace, parent)
-        if key not in known:
-            return StoredPath(tuple(loads), (key,))
-        tail = found.get(key)
         wanted = ids[position:limit]
-        if tail is None or not (shared := _shared(tail.token_ids, wanted)):
+        keys = tail_keys(prompt.namespace, parent, wanted)
+        if missing := tuple(key for key in keys if key not in asked):
+            return StoredPath(tuple(loads), missing)
+        key, shared = _best_tail(keys, found, wanted)
+        if not shared:
             break
-        loads.append(_load(key, position, wanted[:shared], tail))
-        if shared < len(tail.token_ids):
+        loads.append(_load(key, position, wanted[:shared], found[key]))
+        tail = found[key].token_ids
+        if shared < len(tail):
             break
-        position += shared
-        parent = prefix_key(prompt.namespace, parent, tail.token_ids)
+        position, parent = position + shared, prefix_key(prompt.namespace, parent, tail)
     return StoredPath(tuple(loads), ())
+
+
+def tail_keys(namespace: bytes, parent: bytes, wanted: tuple[int, ...]) -> list[bytes]:
+    """Keys under which a tail behind ``parent`` that begins with ``wanted`` may be filed."""
+    return [tail_key(namespace, parent, wanted[:size]) for size in head_lengths(len(wanted))]
 
 
 def usable(
@@ -162,6 +156,15 @@ def _border(prompt: ChunkedPrompt, have: int) -> tuple[int, bytes]:
             break
         position, parent = chunk.end, chunk.prefix_key
     return position, parent
+
+
+def _best_tail(
+    keys: list[bytes], found: Mapping[bytes, Found], wanted: tuple[int, ...]
+) -> tuple[bytes, int]:
+    """The tail record that shares most leading tokens with ``wanted``, and how many (0: none)."""
+    shares = [(_shared(found[key].token_ids, wanted), key) for key in keys if key in found]
+    shared, key = max(shares, key=lambda share: share[0], default=(0, b""))
+    return key, shared
 
 
 def _shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -106,9 +106,8 @@ class EngineHarness:
 
     def add(self, request: EngineRequest) -> Recording:
         """Check and queue a request; raises what the check raises."""
-        self.core.check(request)
         recording = Recording()
-        self.core.add(request, recording, self.clock.monotonic_s())
+        self.core.add(self.core.prepare(request, recording))
         self.core.check_invariants()
         return recording
 

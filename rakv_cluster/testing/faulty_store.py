@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
+import numpy as np
+
 from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.store.base import ChunkStore, Found, Loaded, LoadItem, StoreStats
@@ -55,7 +57,7 @@ class FaultyStore:
         if fault is Fault.LIE:
             kept = len(items) // 2
             for item in items[kept:]:
-                item.out.fill(12345)
+                item.out.fill(np.iinfo(item.out.dtype).max)  # as bits, NaN
             return [*outcomes[:kept], Loaded(ok=False, tier=Tier.DISK)]
         return outcomes
 

@@ -163,7 +163,7 @@ def check_answers(mix: Mix) -> None:
     assert mix.engine.core.stats().kv_leased_bytes == 0
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(engine_settings, st.lists(asks, min_size=1, max_size=7), actions)
 def test_a_mix_gives_each_request_its_own_tokens(
     config: EngineSettings, queue: list[Ask], script: list[str]
@@ -184,7 +184,7 @@ def test_a_mix_gives_each_request_its_own_tokens(
     event(f"load timeouts: {totals.load_timeouts > 0}")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(engine_settings, st.lists(asks, min_size=1, max_size=6), actions, st.data())
 def test_a_faulty_store_changes_no_token(
     config: EngineSettings, queue: list[Ask], script: list[str], data: st.DataObject

@@ -89,6 +89,28 @@ def test_the_next_turn_reuses_the_answer(
     assert second.stats.ram_tokens == 10 + 13 + answer_tokens - 1
 
 
+def test_chats_behind_one_system_prompt_keep_their_own_tails(
+    runner: FakeRunner, caching: EngineHarness
+) -> None:
+    system = ids(1, 10)
+    first, other = (caching.ask(caching.prompt(system, ids(n, 9)), 3) for n in (2, 3))
+    caching.run(first, other)
+
+    second = caching.ask(caching.prompt(system, ids(2, 9), first.token_ids, ids(4, 4)), 3)
+    caching.run(second)
+
+    assert second.stats.ram_tokens == 10 + 9 + 3 - 1
+
+
+def test_a_short_prompt_repeated_is_reused_after_a_long_answer(caching: EngineHarness) -> None:
+    caching.run(caching.ask(caching.prompt(ids(1, 3)), 30))
+
+    again = caching.ask(caching.prompt(ids(1, 3)), 1)
+    caching.run(again)
+
+    assert again.stats.ram_tokens == 2
+
+
 def test_reuse_off_neither_reads_nor_writes(caching: EngineHarness) -> None:
     caching.run(caching.ask(caching.prompt(ids(1, 37)), 4, reuse=ReuseMode.OFF))
     assert caching.core.stats().saved_records == 0
