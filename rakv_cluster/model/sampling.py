@@ -16,12 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rakv_cluster.model.cuts import thresholds
 from rakv_cluster.model.noise import gumbel, row_key
 from rakv_cluster.types import SamplingParams
-
-# Candidates that a top-k or top-p cut is first looked for among; a cut that is not found there
-# sorts the whole vocabulary.
-_FIRST_CANDIDATES = 512
 
 # Below this a temperature acts as this: scores stay finite, and the highest wins in effect.
 _MIN_TEMPERATURE = 1e-6
@@ -179,64 +176,21 @@ def _perturbed(scores: torch.Tensor, rows: Sequence[RuleRow]) -> torch.Tensor:
     temperatures = [max(item.temperature, _MIN_TEMPERATURE) for item in params]
     scaled = scores - scores.amax(dim=-1, keepdim=True)
     scaled /= torch.tensor(temperatures, device=device)[:, None]
-    keep = scaled > -math.inf
-    if any(item.top_k or item.top_p < 1.0 or item.min_p for item in params):
-        keep &= scaled >= _thresholds(scaled, params)[:, None]
-    keys = [
-        row_key(item.seed, item.choice_index, row.position)
-        for item, row in zip(params, rows, strict=True)
-    ]
+    keys = torch.tensor(
+        [
+            row_key(item.seed, item.choice_index, row.position)
+            for item, row in zip(params, rows, strict=True)
+        ],
+        device=device,
+    )
+    if not any(item.top_k or item.top_p < 1.0 or item.min_p for item in params):
+        return scaled + gumbel(keys[:, None], torch.arange(scaled.shape[-1], device=device))
+    keep = (scaled > -math.inf) & (scaled >= thresholds(scaled, params)[:, None])
     row_of, token_of = keep.nonzero(as_tuple=True)
-    noise = gumbel(torch.tensor(keys, device=device)[row_of], token_of)
+    noise = gumbel(keys[row_of], token_of)
     perturbed = torch.full_like(scaled, -math.inf, dtype=torch.float64)
     perturbed[row_of, token_of] = scaled[row_of, token_of] + noise
     return perturbed
-
-
-def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Lowest score that survives each row's cuts, ``[R]``; the row's highest score is 0."""
-    vocab = scaled.shape[-1]
-    thresholds = torch.tensor(
-        [math.log(item.min_p) if item.min_p > 0.0 else -math.inf for item in params],
-        device=scaled.device,
-    )
-    ranked = [i for i, item in enumerate(params) if 0 < item.top_k < vocab or item.top_p < 1.0]
-    if not ranked:
-        return thresholds
-    counts = [params[i].top_k or vocab for i in ranked]
-    masses = [params[i].top_p if params[i].top_p < 1.0 else math.inf for i in ranked]
-    cut = _rank_thresholds(
-        scaled[ranked],
-        torch.tensor(counts, device=scaled.device).clamp_(max=vocab),
-        torch.tensor(masses, device=scaled.device, dtype=torch.float64),
-        candidates=min(_FIRST_CANDIDATES, vocab),
-    )
-    thresholds[ranked] = torch.maximum(thresholds[ranked], cut)
-    return thresholds
-
-
-def _rank_thresholds(
-    scaled: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, *, candidates: int
-) -> torch.Tensor:
-    """Score of the last token inside each row's top ``counts`` and, of these, top ``masses``.
-
-    The mass is relative to the top ``counts``; the token that reaches it is inside. Rows whose
-    cut lies beyond the ``candidates`` highest scores are done again with all of them.
-    """
-    vocab = scaled.shape[-1]
-    values = scaled.topk(candidates, dim=-1).values
-    inside = torch.arange(candidates, device=scaled.device) < counts[:, None]
-    top = values.double().masked_fill(~inside, -math.inf)
-    whole = torch.where(counts < vocab, top.logsumexp(-1), scaled.double().logsumexp(-1))
-    mass = (top - whole[:, None]).exp().cumsum(-1)
-    last = torch.minimum((mass < masses[:, None]).sum(-1), counts - 1)
-    cut = values.gather(-1, last.clamp(max=candidates - 1)[:, None])[:, 0]
-    beyond = (last >= candidates) | ((counts > candidates) & (counts < vocab))
-    if candidates < vocab and bool(beyond.any()):
-        cut[beyond] = _rank_thresholds(
-            scaled[beyond], counts[beyond], masses[beyond], candidates=vocab
-        )
-    return cut
 
 
 def _logprobs(
