@@ -75,5 +75,5 @@ def model_digest(
 
 
 def _sha256_json(value: object) -> bytes:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).digest()

