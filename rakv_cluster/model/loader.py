@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -64,9 +65,7 @@ def load_model(
     config = _load_config(folder)
     check_config(config)
     tokenizer = load_tokenizer(str(folder))
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=_dtype(dtype, where), use_safetensors=True
-    ).to(where)
+    model = _load_weights(folder, config, _dtype(dtype, where)).to(where)
     built = build_runner(model, context_tokens=supported_context_tokens(config))
     layout = built.runner.layout
     card = ModelCard(
@@ -146,6 +145,21 @@ def _load_config(folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the model in {folder}: {error}", field="model") from error
+
+
+def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all of its weights: transformers fills missing ones with random numbers."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the weights in {folder}: {error}", field="model") from error
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"the weights in {folder} lack {missing}", field="model")
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

@@ -6,6 +6,7 @@ hang on rounding, so tests may compare tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -70,19 +71,24 @@ def tiny_llama(seed: int = 0, *, layers: int = 2) -> LlamaForCausalLM:
     return _seeded(LlamaForCausalLM, config, seed)
 
 
-def tiny_gemma3(seed: int = 0, *, window: int = 16) -> Gemma3ForCausalLM:
-    """A Gemma-3 (two RoPE bases) with sliding windows of ``window`` in two layers of three."""
+def tiny_gemma3(
+    seed: int = 0,
+    *,
+    window: int = 16,
+    layer_types: Sequence[str] = ("sliding_attention", "full_attention", "sliding_attention"),
+) -> Gemma3ForCausalLM:
+    """A Gemma-3 (two RoPE bases); sliding layers see ``window`` tokens."""
     config = Gemma3TextConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         query_pre_attn_scalar=16,
         sliding_window=window,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=list(layer_types),
         max_position_embeddings=_CONTEXT_TOKENS,
         initializer_range=0.2,
         tie_word_embeddings=False,

@@ -142,17 +142,15 @@ def test_scattered_rows_repair_their_slots(reference: Reference, damaged: set[in
     assert float((buffer.data - good).abs().max()) <= TOLERANCE
 
 
-def test_a_prefill_longer_than_a_group_behind_a_prefix(reference: Reference) -> None:
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_prefill_longer_than_a_group_behind_a_prefix(name: str) -> None:
     length = 3 * GROUP_ROWS + 40
-    long = make_reference(
-        tiny_llama() if reference.runner.layout.layers == 2 else tiny_gemma3(window=WINDOW),
-        [length],
-    )
-    buffer = long.buffer(length)
+    reference = make_reference(MODELS[name](), [length])
+    buffer = reference.buffer(length)
     for start, stop in ((0, 33), (33, length)):
         positions = torch.arange(start, stop)
-        (logits,) = run(long, [(0, buffer, positions)])
-        assert_close(long, 0, positions, logits)
+        (logits,) = run(reference, [(0, buffer, positions)])
+        assert_close(reference, 0, positions, logits)
 
 
 def test_slots_behind_the_last_position_are_not_read(reference: Reference) -> None:
@@ -163,17 +161,16 @@ def test_slots_behind_the_last_position_are_not_read(reference: Reference) -> No
 
 
 def test_slots_before_the_window_are_not_read() -> None:
-    """Slots out of every sliding layer's reach change only what the full layers see."""
-    model = tiny_gemma3(window=WINDOW)
-    model.config.layer_types = ["sliding_attention"] * 3
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = WINDOW
+    """A model whose layers all slide: what no row can reach may hold anything."""
+    model = tiny_gemma3(window=WINDOW, layer_types=("sliding_attention",) * 3)
     reference = make_reference(model, [LENGTH])
     buffer = reference.buffer()
     run(reference, [(0, buffer, torch.arange(LENGTH - 1))])
-    last = torch.tensor([LENGTH - 1])
     buffer.data[:, :, :, : LENGTH - WINDOW] = 1e4
+
+    last = torch.tensor([LENGTH - 1])
     (logits,) = run(reference, [(0, buffer, last)])
+
     assert_close(reference, 0, last, logits)
 
 
