@@ -43,6 +43,25 @@ class Step:
     logit_rows: torch.Tensor
 
 
+def check_spans(step: Step) -> None:
+    """Raise ``ValueError`` unless the spans cover the rows in order and fit their buffers.
+
+    A wrong step would otherwise overwrite another sequence's KV.
+    """
+    row = 0
+    for span in step.spans:
+        if span.row_start != row or span.row_stop <= row:
+            raise ValueError(f"span starts at row {span.row_start}, expected {row}")
+        if not 0 <= span.first_position <= span.last_position < span.buffer.capacity:
+            raise ValueError(
+                f"positions {span.first_position}..{span.last_position} do not fit a buffer of "
+                f"{span.buffer.capacity} slots"
+            )
+        row = span.row_stop
+    if row != len(step.token_ids):
+        raise ValueError(f"spans cover {row} of {len(step.token_ids)} rows")
+
+
 class Runner(Protocol):
     """A loaded model. Not thread-safe: one engine thread owns it."""
 
