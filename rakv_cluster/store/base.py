@@ -18,7 +18,16 @@ from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.types import Tier
 
-__all__ = ["ChunkRecord", "ChunkStore", "Found", "LoadItem", "Loaded", "StoreStats", "serves"]
+__all__ = [
+    "ChunkRecord",
+    "ChunkStore",
+    "Described",
+    "Found",
+    "LoadItem",
+    "Loaded",
+    "StoreStats",
+    "serves",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +81,25 @@ class StoreStats:
     counters: Mapping[str, int]
 
 
-def serves(stored: Found, token_ids: tuple[int, ...], numeric_class: str) -> bool:
-    """Whether a stored record already serves all that one of these tokens and class could.
+class Described(Protocol):
+    """What every description of a record has: a record, its head, an answer about it."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def numeric_class(self) -> str: ...
+
+
+def serves(stored: Described, offered: Described) -> bool:
+    """Whether a stored record already serves all that an offered one under the same key could.
 
     Records under a chunk's key always have equal tokens. An open tail gives way to a longer or a
     diverging one, never to a prefix of itself; a record of another numeric class gives way to the
     one in use.
     """
-    prefix = stored.token_ids[: len(token_ids)]
-    return prefix == token_ids and stored.numeric_class == numeric_class
+    prefix = stored.token_ids[: len(offered.token_ids)]
+    return prefix == offered.token_ids and stored.numeric_class == offered.numeric_class
 
 
 class ChunkStore(Protocol):

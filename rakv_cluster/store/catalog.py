@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from rakv_cluster.store.eviction import Entry, EvictionPolicy
 
 
 class Catalog:
-    """Entries by key, their exact total size, and who must leave to make room. Not thread-safe."""
+    """Entries by key, their exact sizes, and who must leave to make room. Not thread-safe.
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy) -> None:
+    ``quota_bytes`` bounds what one namespace may take (0: the whole budget).
+    """
+
+    def __init__(self, budget_bytes: int, policy: EvictionPolicy, *, quota_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
+        self.quota_bytes = quota_bytes
         self._policy = policy
         self._entries: dict[bytes, Entry] = {}
         self._used_bytes = 0
+        self._namespace_bytes: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -33,18 +39,30 @@ class Catalog:
         """Total size of all entries."""
         return self._used_bytes
 
+    def namespace_bytes(self) -> dict[bytes, int]:
+        """Total size of each namespace's entries."""
+        return dict(self._namespace_bytes)
+
+    def matching(self, wanted: Callable[[Entry], bool]) -> list[bytes]:
+        """Keys of the entries that ``wanted`` accepts."""
+        return [key for key, entry in self._entries.items() if wanted(entry)]
+
     def add(self, key: bytes, entry: Entry) -> None:
         """Record a new entry; raises ``KeyError`` if ``key`` is known."""
         if key in self._entries:
             raise KeyError(key)
         self._entries[key] = entry
         self._used_bytes += entry.size_bytes
+        self._namespace_bytes[entry.namespace] += entry.size_bytes
         self._policy.insert(key, entry)
 
     def remove(self, key: bytes, *, evicted: bool = False) -> Entry:
         """Forget an entry and return it; raises ``KeyError`` if there is none."""
         entry = self._entries.pop(key)
         self._used_bytes -= entry.size_bytes
+        self._namespace_bytes[entry.namespace] -= entry.size_bytes
+        if not self._namespace_bytes[entry.namespace]:
+            del self._namespace_bytes[entry.namespace]
         self._policy.remove(key, entry, evicted=evicted)
         return entry
 
@@ -61,20 +79,51 @@ class Catalog:
             entry.last_use_s = max(entry.last_use_s, now_s)
             self._policy.touch(key, entry)
 
-    def victims(self, incoming_bytes: int, *, spare: Iterable[bytes] = ()) -> list[bytes]:
-        """Keys that must leave so that ``incoming_bytes`` more fit the budget; changes nothing.
+    def victims(
+        self, incoming: Mapping[bytes, int], *, spare: Container[bytes] = ()
+    ) -> list[bytes]:
+        """Keys that must leave so that ``incoming`` (bytes by namespace) fits; changes nothing.
 
-        ``spare`` never leaves; if that makes room impossible, the list is as long as it can be.
+        First namespaces are brought within the quota, then the whole within the budget. ``spare``
+        never leaves; if that makes room impossible, the list is as long as it can be.
         """
-        excess = self._used_bytes + incoming_bytes - self.budget_bytes
-        return self._coldest(excess, frozenset(spare)) if excess > 0 else []
+        chosen: dict[bytes, None] = {}
+        if self.quota_bytes:
+            for namespace, size in incoming.items():
+                excess = self._namespace_bytes[namespace] + size - self.quota_bytes
+                self._choose(excess, spare, chosen, namespace)
+        leaving = sum(self._entries[key].size_bytes for key in chosen)
+        excess = self._used_bytes - leaving + sum(incoming.values()) - self.budget_bytes
+        self._choose(excess, spare, chosen, None)
+        return list(chosen)
 
-    def _coldest(self, need_bytes: int, spared: frozenset[bytes]) -> list[bytes]:
-        chosen: list[bytes] = []
+    def fits(self, incoming: Mapping[bytes, int], leaving: Iterable[bytes]) -> bool:
+        """Whether budget and quota hold once ``leaving`` is gone and ``incoming`` is there."""
+        change = Counter(incoming)
+        for key in leaving:
+            change[self._entries[key].namespace] -= self._entries[key].size_bytes
+        if self.quota_bytes and any(
+            size > 0 and self._namespace_bytes[namespace] + size > self.quota_bytes
+            for namespace, size in change.items()
+        ):
+            return False
+        return self._used_bytes + sum(change.values()) <= self.budget_bytes
+
+    def _choose(
+        self,
+        need_bytes: int,
+        spare: Container[bytes],
+        chosen: dict[bytes, None],
+        namespace: bytes | None,
+    ) -> None:
+        """Add the coldest entries (of one namespace, if given) to ``chosen`` until enough leave."""
+        if need_bytes <= 0:
+            return
         for key in self._policy.coldest_first():
+            entry = self._entries[key]
+            if key in chosen or key in spare or namespace not in (None, entry.namespace):
+                continue
+            chosen[key] = None
+            need_bytes -= entry.size_bytes
             if need_bytes <= 0:
-                break
-            if key not in spared:
-                chosen.append(key)
-                need_bytes -= self._entries[key].size_bytes
-        return chosen
+                return

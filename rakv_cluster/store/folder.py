@@ -97,6 +97,10 @@ class ShardFolder:
         _write_atomically(self.path / _CURRENT, generation.name + "\n")
         self.remove_stale(generation)
 
+    def discard(self, generation: Path) -> None:
+        """Unlink a generation that never became the live one."""
+        shutil.rmtree(generation, ignore_errors=True)
+
     def remove_stale(self, generation: Path) -> None:
         """Unlink every generation but this one (a crash may have left some)."""
         for name in self._generations():

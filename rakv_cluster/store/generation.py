@@ -14,6 +14,7 @@ from typing import Any, Final
 import lmdb
 import numpy as np
 
+from rakv_cluster.chunking.keys import KEY_BYTES
 from rakv_cluster.errors import CorruptRecord, StoreUnavailable
 from rakv_cluster.kv.codec import EncodedRecord, RecordHead, parse_head
 from rakv_cluster.store.base import Found
@@ -32,6 +33,7 @@ _SEGMENT_KEY = struct.Struct(">QI")
 _DATABASES = (b"heads", b"bodies", b"index", b"pins", b"state")
 _SCHEMA_KEY = b"schema"
 _SCHEMA = b"1"
+_PIN = struct.Struct("<d")
 _TICK_KEY = b"tick"
 _MAX_READERS = 1024
 
@@ -72,7 +74,11 @@ class Generation:
         self._lock = threading.Lock()
         self._leases = 0
         self._retired = False
-        self._fd = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            env.close()
+            raise StoreUnavailable(f"cannot open {path}: {error}") from error
         try:
             self._open_databases(readonly)
         except BaseException:
@@ -122,12 +128,14 @@ class Generation:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Keep the environment open; raises ``StoreUnavailable`` once it is retired."""
+        """Keep the environment open; raises ``StoreUnavailable`` if it is retired or was cut."""
         with self._lock:
             if self._retired:
                 raise StoreUnavailable(f"{self.path} is being replaced")
             self._leases += 1
         try:
+            if not self.is_whole():
+                raise StoreUnavailable(f"{self.path} was truncated")
             yield
         finally:
             with self._lock:
@@ -145,14 +153,14 @@ class Generation:
         if os.fstat(self._fd).st_size < used_bytes:
             os.truncate(self.path / DATA_FILE, used_bytes)
 
-    def check_length(self) -> None:
-        """Raise ``StoreUnavailable`` if someone cut the file: reading it would be a SIGBUS.
+    def is_whole(self) -> bool:
+        """Whether the file has all its pages: reading behind a cut would be a SIGBUS.
 
-        This leaves only a cut *during* a read to kill the process (docs/adr/0021).
+        Asked before each use, this leaves only a cut *during* a read to kill the process
+        (docs/adr/0021).
         """
         file_bytes = os.fstat(self._fd).st_size
-        if file_bytes < 2 * PAGE_BYTES or file_bytes < self._used_bytes():
-            raise StoreUnavailable(f"{self.path} was truncated to {file_bytes} bytes")
+        return file_bytes >= 2 * PAGE_BYTES and file_bytes >= self._used_bytes()
 
     def retire(self) -> None:
         """Close the environment now, or when the last lease ends. Idempotent."""
@@ -243,6 +251,29 @@ def put_record(
             db=generation.bodies,
             append=True,  # record ids only grow
         )
+
+
+def put_pin(generation: Generation, txn: Any, key: bytes, owner: str, until_s: float) -> None:
+    """Write or move the end of an owner's pin."""
+    txn.put(key + owner.encode(), _PIN.pack(until_s), db=generation.pins)
+
+
+def delete_pin(generation: Generation, txn: Any, key: bytes, owner: str) -> None:
+    """Remove an owner's pin if there is one."""
+    txn.delete(key + owner.encode(), db=generation.pins)
+
+
+def read_pins(generation: Generation, txn: Any) -> Iterator[tuple[bytes, str, float]]:
+    """``(key, owner, end)`` of every pin."""
+    with txn.cursor(db=generation.pins) as cursor:
+        for key_and_owner, value in cursor:
+            name = bytes(key_and_owner)
+            if len(value) == _PIN.size:
+                yield (
+                    name[:KEY_BYTES],
+                    name[KEY_BYTES:].decode(errors="replace"),
+                    *_PIN.unpack(value),
+                )
 
 
 def put_entry(generation: Generation, txn: Any, key: bytes, record_id: int, entry: Entry) -> None:

@@ -55,7 +55,6 @@ class WriterSource:
     def lease(self) -> Iterator[Generation]:
         generation = self._writer.generation
         with generation.lease():
-            generation.check_length()
             yield generation
 
     def close(self) -> None:

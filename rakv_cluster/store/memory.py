@@ -72,9 +72,7 @@ class MemoryStore:
         size_bytes = record.kv.nbytes
         with self._lock:
             held = self._held.get(record.key)
-            if held is not None and serves(
-                held.found, tuple(record.token_ids), record.numeric_class
-            ):
+            if held is not None and serves(held.found, record):
                 return True
         if size_bytes > self._catalog.budget_bytes:
             self._counters.add("ram_refused")
@@ -85,7 +83,7 @@ class MemoryStore:
         )
         with self._lock:
             self._drop(record.key)
-            victims = self._catalog.victims(size_bytes)
+            victims = self._catalog.victims({record.namespace: size_bytes})
             for key in victims:
                 del self._held[key]
                 self._catalog.remove(key, evicted=True)

@@ -70,8 +70,6 @@ class FollowedFolder:
     def lease(self) -> Iterator[Generation]:
         generation = self._live()
         with generation.lease():
-            # The writer may have been replaced by someone who cut the file: look before reading.
-            generation.check_length()
             yield generation
 
     def close(self) -> None:
@@ -151,6 +149,15 @@ class ShardReader:
             return records
 
         return self._read(collect, {})
+
+    def keys(self) -> list[bytes]:
+        """Everything stored now."""
+
+        def collect(generation: Generation, txn: Any) -> list[bytes]:
+            with txn.cursor(db=generation.heads) as cursor:
+                return [bytes(key) for key in cursor.iternext(values=False)]
+
+        return self._read(collect, [])
 
     def take_report(self) -> ReadReport:
         """What the shard's writer should know; starts a new report."""
