@@ -1,0 +1,118 @@
+"""``rakv demo``: the point of the project in one table.
+
+Asks questions about a few real documents over HTTP: with an empty cache, again about the same
+documents, and once more after the whole service was restarted. Every question is also asked with
+``reuse: off``; the answers must be the same text.
+"""
+
+from __future__ import annotations
+
+import pydoc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from rakv_cluster.cli.local_service import LocalService, local_service
+from rakv_cluster.client.chat import Answer, stream_chat
+from rakv_cluster.clock import Clock
+
+DOCUMENT_MODULES = ("shelve", "fnmatch", "bisect", "contextlib")
+DOCUMENT_CHARS = 2000
+MAX_TOKENS = 48
+QUESTIONS = (
+    ("cold: empty cache", "Which of these modules stores Python objects on disk?"),
+    ("same documents", "Which of these modules matches file names against patterns?"),
+    ("after a restart", "Which of these modules keeps a list in sorted order?"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One question: its answer with the cache and the same question answered without."""
+
+    label: str
+    cached: Answer
+    plain: Answer
+
+    @property
+    def speedup(self) -> float:
+        """Time to first token without the cache over the one with it."""
+        return self.plain.ttft_s / self.cached.ttft_s
+
+    @property
+    def same_text(self) -> bool:
+        """Whether the cache changed nothing."""
+        return self.cached.text == self.plain.text
+
+
+def demo_documents() -> list[dict[str, str]]:
+    """Help texts of standard-library modules: real documents that every Python has."""
+    return [
+        {"id": name, "text": pydoc.render_doc(name, renderer=pydoc.plaintext)[:DOCUMENT_CHARS]}
+        for name in DOCUMENT_MODULES
+    ]
+
+
+def run_demo(*, model: str, console: Console, clock: Clock) -> bool:
+    """Run the whole demo in a folder of its own; returns whether all texts were equal."""
+    with tempfile.TemporaryDirectory(prefix="rakv-demo-") as folder:
+        flags = {"model": model, "store-dir": f"{folder}/store"}
+        log = Path(folder) / "service.log"
+        rows: list[DemoRow] = []
+        console.print(f"Starting a one-node service with {model} (log: {log}) ...")
+        with local_service(flags, log=log, clock=clock) as service:
+            rows += [_ask(service, *question, clock) for question in QUESTIONS[:2]]
+        console.print("Stopped. Starting it again on the same store folder ...")
+        with local_service(flags, log=log, clock=clock) as service:
+            rows += [_ask(service, *question, clock) for question in QUESTIONS[2:]]
+    console.print(demo_table(rows))
+    equal = all(row.same_text for row in rows)
+    console.print(
+        "All texts equal those of a run without cache."
+        if equal
+        else "[red]A text differs from the run without cache: please report this.[/red]"
+    )
+    return equal
+
+
+def demo_table(rows: Sequence[DemoRow]) -> Table:
+    """What happened, one line per question."""
+    table = Table(title="Time to first token at the client (TTFT)")
+    table.add_column("question about the same documents")
+    for heading in ("TTFT ms", "without cache", "ratio", "prompt", "from RAM", "from disk"):
+        table.add_column(heading, justify="right")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("same text")
+    for row in rows:
+        tokens = row.cached.rakv["tokens"]
+        table.add_row(
+            row.label,
+            f"{row.cached.ttft_s * 1e3:.0f}",
+            f"{row.plain.ttft_s * 1e3:.0f}",
+            f"{row.speedup:.1f}x",
+            str(row.cached.usage["prompt_tokens"]),
+            str(tokens["ram"]),
+            str(tokens["disk"]),
+            f"{row.cached.tokens_per_s:.1f}",
+            "yes" if row.same_text else "NO",
+        )
+    return table
+
+
+def _ask(service: LocalService, label: str, question: str, clock: Clock) -> DemoRow:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": question}],
+        "documents": demo_documents(),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+    }
+    with httpx.Client(base_url=service.base_url, timeout=600) as client:
+        plain = stream_chat(client, {**body, "reuse": "off"}, clock=clock)
+        cached = stream_chat(client, {**body, "reuse": "exact"}, clock=clock)
+    return DemoRow(label, cached, plain)
