@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pydoc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.common import shared_data
 
 STDLIB_MODULES = (
     "abc", "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "cmd", "codecs",
@@ -51,12 +52,6 @@ class Corpus:
     sets: tuple[DocumentSet, ...]
 
 
-def shared_folder() -> Path:
-    """``$RAKV_SHARED``, by default ``../shared`` beside the repository; may not exist."""
-    default = Path(__file__).resolve().parents[2] / "shared"
-    return Path(os.environ.get("RAKV_SHARED", default))
-
-
 def load_corpus(
     sets: int, documents: int, tokens: int, *, count_tokens: Callable[[str], int]
 ) -> Corpus:
@@ -64,7 +59,7 @@ def load_corpus(
 
     Raises ``ValueError`` if neither source has enough documents that long.
     """
-    musique = shared_folder() / "data" / "musique" / "musique_dev.json"
+    musique = shared_data() / "musique" / "musique_dev.json"
     if musique.exists():
         origin, texts = f"MuSiQue ({musique})", _musique(musique)
     else:
