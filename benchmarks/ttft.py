@@ -11,6 +11,7 @@ page cache, question 3 is asked with the prefix on disk and without cache. Chat:
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -23,11 +24,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import Options, Requirement, finish, header, parse_options, table
+from benchmarks.common import Options, Requirement, finish, parse_options, table
 from benchmarks.corpus import Corpus, DocumentSet, load_corpus
 from rakv_cluster.cli.local_service import LocalService, local_service
 from rakv_cluster.client.chat import Answer, stream_chat
 from rakv_cluster.clock import SystemClock
+from rakv_cluster.config import load_settings
+from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 
 CLOCK = SystemClock()
@@ -52,7 +55,7 @@ class Pair:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
-    tokenizer = load_tokenizer(names.model_folder)
+    tokenizer = load_tokenizer(resolve(names.model, load_settings().cache_path))
     corpus = load_corpus(
         2 if options.short else 6,
         DOCUMENTS,
@@ -129,7 +132,9 @@ def _drop_page_cache(store: Path) -> str:
 
 
 def _report(options: Options, corpus: Corpus, pairs: list[Pair], page_cache: str) -> int:
-    print(f"{header(options)}\ndocuments: {corpus.origin}; page cache before disk arm: {page_cache}")
+    print(
+        f"{header(options)}\ndocuments: {corpus.origin}; page cache before disk arm: {page_cache}"
+    )
     arms = {arm: [pair for pair in pairs if pair.arm == arm] for arm in BOUNDS}
     equal = sum(pair.cached.text == pair.plain.text for pair in pairs)
     medians = {arm: statistics.median(pair.ratio for pair in found) for arm, found in arms.items()}
@@ -165,9 +170,7 @@ def _row(arm: str, pairs: list[Pair], ratio: float) -> list[object]:
     ]
 
 
-def _extra() -> Any:
-    import argparse
-
+def _extra() -> argparse.ArgumentParser:
     extra = argparse.ArgumentParser(add_help=False)
     extra.add_argument("--model", default="smollm2", help="what to serve")
     return extra

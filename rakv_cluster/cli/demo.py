@@ -12,21 +12,23 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from rakv_cluster.cli.local_service import LocalService, local_service
 from rakv_cluster.client.chat import Answer, stream_chat
-from rakv_cluster.clock import Clock
+from rakv_cluster.clock import Clock, SystemClock
 
 DOCUMENT_MODULES = ("shelve", "fnmatch", "bisect", "contextlib")
 DOCUMENT_CHARS = 2000
 MAX_TOKENS = 48
 QUESTIONS = (
-    ("cold: empty cache", "Which of these modules stores Python objects on disk?"),
+    ("empty cache", "Which of these modules stores Python objects on disk?"),
     ("same documents", "Which of these modules matches file names against patterns?"),
     ("after a restart", "Which of these modules keeps a list in sorted order?"),
 )
@@ -49,6 +51,15 @@ class DemoRow:
     def same_text(self) -> bool:
         """Whether the cache changed nothing."""
         return self.cached.text == self.plain.text
+
+
+def demo(
+    *,
+    model: Annotated[str, typer.Option(help="Model name, folder or Hugging Face id.")] = "smollm2",
+) -> None:
+    """Ask about documents, ask again, restart, ask once more; show what was not recomputed."""
+    if not run_demo(model=model, console=Console(soft_wrap=True), clock=SystemClock()):
+        raise typer.Exit(1)
 
 
 def demo_documents() -> list[dict[str, str]]:
@@ -83,12 +94,13 @@ def run_demo(*, model: str, console: Console, clock: Clock) -> bool:
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
     """What happened, one line per question."""
-    table = Table(title="Time to first token at the client (TTFT)")
-    table.add_column("question about the same documents")
-    for heading in ("TTFT ms", "without cache", "ratio", "prompt", "from RAM", "from disk"):
+    table = Table(title="Time to first token (TTFT) at the client", box=box.SIMPLE)
+    table.add_column("question", no_wrap=True)
+    for heading in ("TTFT\nms", "no cache\nms", "ratio", "prompt\ntokens", "from\nRAM"):
         table.add_column(heading, justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("same text")
+    table.add_column("from\ndisk", justify="right")
+    table.add_column("tokens\n/s", justify="right")
+    table.add_column("same\ntext")
     for row in rows:
         tokens = row.cached.rakv["tokens"]
         table.add_row(

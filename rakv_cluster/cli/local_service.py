@@ -40,7 +40,7 @@ def local_service(
     Raises :class:`Unavailable`, with the end of the log, if the service does not become ready.
     """
     port = free_port()
-    command = [sys.executable, "-m", "rakv_cluster.cli.main", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "rakv_cluster.cli", "serve", "--port", str(port)]
     for name, value in flags.items():
         command += [f"--{name}", value]
     with log.open("ab") as output:

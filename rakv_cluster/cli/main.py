@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import rakv_cluster
-from rakv_cluster.cli import ask, models, serve
+from rakv_cluster.cli import ask, demo, models, serve
 from rakv_cluster.errors import RakvError
 
 USAGE_ERROR = 2
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(serve.settings)
 app.command()(ask.ask)
+app.command()(demo.demo)
 app.add_typer(models.app, name="model")
 
 

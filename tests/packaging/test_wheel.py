@@ -37,7 +37,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     result = subprocess.run(
-        [sys.executable, "-m", "rakv_cluster.cli.main", "--version"],
+        [sys.executable, "-m", "rakv_cluster.cli", "--version"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
