@@ -116,7 +116,9 @@ def header(options: Options) -> dict[str, Any]:
 def finish(
     options: Options, results: Mapping[str, Any], requirements: Sequence[Requirement] = ()
 ) -> int:
-    """Print the requirements, write the report, return the exit status."""
+    """Print provenance and requirements, write the report, return the exit status."""
+    provenance = header(options)
+    print(json.dumps(provenance))
     for requirement in requirements:
         mark = "ok  " if requirement.met else "MISS"
         print(
@@ -125,7 +127,7 @@ def finish(
         )
     if options.json_path is not None:
         report = {
-            "header": header(options),
+            "header": provenance,
             "results": results,
             "requirements": [{**asdict(one), "met": one.met} for one in requirements],
         }

@@ -109,4 +109,4 @@ def _musique(path: Path) -> Iterator[tuple[str, str]]:
 
 def _stdlib() -> Iterator[tuple[str, str]]:
     for name in STDLIB_MODULES:
-        yield name, pydoc.render_doc(name, renderer=pydoc.plaintext)[:20_000]
+        yield name, pydoc.plain(pydoc.render_doc(name))[:20_000]

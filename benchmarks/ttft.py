@@ -132,9 +132,7 @@ def _drop_page_cache(store: Path) -> str:
 
 
 def _report(options: Options, corpus: Corpus, pairs: list[Pair], page_cache: str) -> int:
-    print(
-        f"{header(options)}\ndocuments: {corpus.origin}; page cache before disk arm: {page_cache}"
-    )
+    print(f"documents: {corpus.origin}\npage cache before the disk arm: {page_cache}")
     arms = {arm: [pair for pair in pairs if pair.arm == arm] for arm in BOUNDS}
     equal = sum(pair.cached.text == pair.plain.text for pair in pairs)
     medians = {arm: statistics.median(pair.ratio for pair in found) for arm, found in arms.items()}

@@ -65,7 +65,7 @@ def demo(
 def demo_documents() -> list[dict[str, str]]:
     """Help texts of standard-library modules: real documents that every Python has."""
     return [
-        {"id": name, "text": pydoc.render_doc(name, renderer=pydoc.plaintext)[:DOCUMENT_CHARS]}
+        {"id": name, "text": pydoc.plain(pydoc.render_doc(name))[:DOCUMENT_CHARS]}
         for name in DOCUMENT_MODULES
     ]
 
