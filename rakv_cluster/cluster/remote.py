@@ -97,15 +97,7 @@ class RemoteShards:
 
     def load(self, items: Sequence[LoadItem]) -> list[Loaded]:
         """Load what :meth:`find` found; whatever comes late, damaged or not at all is a miss."""
-        deadline_s = self._clock.monotonic_s() + self._limits.load_timeout_s
-        with self._lock:
-            waiting = self._known_routes([item.key for item in items])
-        records: dict[bytes, EncodedRecord] = {}
-        while waiting and self._clock.monotonic_s() < deadline_s:
-            wave = self._next_wave(waiting)
-            records |= self._read(wave, deadline_s)
-            taken = {key for keys in wave.values() for key in keys}
-            waiting = {key: route for key, route in waiting.items() if key not in taken}
+        records = self.fetch([item.key for item in items])
         outcomes = [self._decode(item, records) for item in items]
         intact = [records[i.key] for i, o in zip(items, outcomes, strict=True) if o.ok]
         self._keep(intact)
@@ -113,6 +105,19 @@ class RemoteShards:
         self._counters.add("remote_misses", len(items) - len(intact))
         self._counters.add("remote_bytes", sum(record.nbytes for record in intact))
         return outcomes
+
+    def fetch(self, keys: Sequence[bytes]) -> dict[bytes, EncodedRecord]:
+        """Bytes of records that :meth:`find` found, within the deadline; not verified."""
+        deadline_s = self._clock.monotonic_s() + self._limits.load_timeout_s
+        with self._lock:
+            waiting = self._known_routes(keys)
+        records: dict[bytes, EncodedRecord] = {}
+        while waiting and self._clock.monotonic_s() < deadline_s:
+            wave = self._next_wave(waiting)
+            records |= self._read(wave, deadline_s)
+            taken = {key for keys in wave.values() for key in keys}
+            waiting = {key: route for key, route in waiting.items() if key not in taken}
+        return records
 
     def counters(self) -> dict[str, int]:
         """Records by fate, and calls by outcome, since the start."""

@@ -10,15 +10,18 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rakv_cluster.clock import Clock
+from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.cluster.ray_fleet import ManagerActor, get_manager, kill_actor, manager_name
 from rakv_cluster.cluster.ray_transport import RayTransport
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.cluster.store_client import NodeStore
+from rakv_cluster.errors import StoreUnavailable
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 30.0
+_ADMIN_TIMEOUT_S = 10.0
 
 
 def start_cluster_store(
@@ -68,6 +71,22 @@ def stop_cluster_store(settings: ClusterStoreSettings) -> None:
     except (GetTimeoutError, RayActorError) as error:
         _log.warning("the node manager did not stop in order: %s", error)
     kill_actor(manager_name(settings.service), settings.namespace)
+
+
+def open_store_admin(settings: ClusterStoreSettings, clock: Clock) -> StoreAdmin:
+    """An operator's access to all shards, from any process of the Ray cluster.
+
+    Its calls raise ``StoreUnavailable`` while the service's node manager cannot be reached.
+    """
+
+    def members() -> tuple[str, ...]:
+        try:
+            answer = ray.get(get_manager(settings).members.remote(), timeout=_ADMIN_TIMEOUT_S)
+        except (ValueError, GetTimeoutError, RayActorError) as error:
+            raise StoreUnavailable(f"no node manager of {settings.service}: {error}") from error
+        return tuple(answer)
+
+    return StoreAdmin(RayTransport(settings.service, settings.namespace), members, clock)
 
 
 def open_node_store(

@@ -30,6 +30,7 @@ from rakv_cluster.cluster.leases import Lease, LeaseTable
 from rakv_cluster.cluster.messages import Committed, ShardInfo
 from rakv_cluster.cluster.peers import Peers
 from rakv_cluster.cluster.ray_transport import RayTransport
+from rakv_cluster.cluster.remote import RemoteShards
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.kv.codec import EncodedRecord
 from rakv_cluster.store.base import Found, StoreStats
@@ -62,11 +63,12 @@ class ShardActor:
         self._reading = ThreadPoolExecutor(self._limits.reader_threads, "shard-read")
         self._partition = DirectoryPartition(self._incarnation)
         self._leases = LeaseTable(clock)
+        transport = RayTransport(settings.service, settings.namespace)
+        peers = Peers(transport, settings.client.breaker, clock)
+        self._remote = RemoteShards(node, peers, settings.client, clock, keep=self._commit_now)
         self._announcing = AnnouncingThread(
             Announcer(node, self._incarnation, batch_keys=self._limits.batch_keys),
-            Peers(
-                RayTransport(settings.service, settings.namespace), settings.client.breaker, clock
-            ),
+            peers,
             self._stored_keys,
             clock,
             heartbeat_s=self._limits.heartbeat_s,
@@ -85,6 +87,7 @@ class ShardActor:
             self._nodes = tuple(nodes)
             self._partition.set_live(self._nodes)
             self._announcing.set_nodes(self._nodes)
+            self._remote.set_nodes(self._nodes)
         return await self.info()
 
     async def close(self) -> bool:
@@ -164,6 +167,21 @@ class ShardActor:
         self._announcing.record((), there)
         return there
 
+    async def clear(self, namespace: bytes) -> int:
+        """Remove every record of a namespace; returns how many there were."""
+        keys = await asyncio.to_thread(self._writer.keys)
+        size = self._limits.batch_keys
+        removed = 0
+        for start in range(0, len(keys), size):
+            found = await self.find(keys[start : start + size])
+            theirs = [key for key, row in found.items() if row.namespace == namespace]
+            removed += len(await self.delete(theirs))
+        return removed
+
+    async def warm(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Copy records from other nodes; returns those of ``keys`` that are here now."""
+        return await asyncio.to_thread(self._warm, keys[: self._limits.batch_keys])
+
     async def _read_with(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reading, read)
 
@@ -171,11 +189,20 @@ class ShardActor:
 
     def _commit(self, records: Sequence[EncodedRecord], size_bytes: int) -> Committed:
         try:
-            result = self._writer.commit(records)
+            return self._commit_now(records)
         finally:
             self._gate.leave(size_bytes)
+
+    def _commit_now(self, records: Sequence[EncodedRecord]) -> Committed:
+        result = self._writer.commit(records)
         self._announcing.record(result.stored, result.evicted)
         return Committed(len(result.stored) + result.duplicates, refused=result.refused)
+
+    def _warm(self, keys: Sequence[bytes]) -> list[bytes]:
+        here = self._reader.find(keys)
+        elsewhere = self._remote.find([key for key in keys if key not in here])
+        self._commit_now(list(self._remote.fetch(list(elsewhere)).values()))
+        return list(self._reader.find(keys))
 
     def _records(self, keys: Sequence[bytes]) -> dict[bytes, EncodedRecord]:
         records: dict[bytes, EncodedRecord] = {}

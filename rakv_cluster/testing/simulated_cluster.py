@@ -87,7 +87,7 @@ class SimulatedCluster:
         data[int(self._rng.integers(len(data)))] ^= 1 << int(self._rng.integers(8))
         return dataclasses.replace(record, **{field: bytes(data)})
 
-    # The methods of ShardActor that a client calls.
+    # The methods of ShardActor that clients call.
 
     def _info(self, node: str) -> ShardInfo:
         return ShardInfo(node, f"/{node}", "1", 1, self.nodes)
@@ -116,6 +116,16 @@ class SimulatedCluster:
 
     def _delete(self, node: str, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if self.records[node].pop(key, None) is not None]
+
+    def _clear(self, node: str, namespace: bytes) -> int:
+        held = self.records[node].items()
+        theirs = [key for key, r in held if parse_head(r.head).namespace == namespace]
+        return len(self._delete(node, theirs))
+
+    def _warm(self, node: str, keys: Sequence[bytes]) -> list[bytes]:
+        for other in self.nodes:
+            self._commit(node, list(self._read(other, keys).values()))
+        return list(self._read(node, keys))
 
     def _report(self, node: str, touched: Sequence[bytes], damaged: Sequence[bytes]) -> bool:
         for key in damaged:

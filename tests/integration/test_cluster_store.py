@@ -28,13 +28,14 @@ from rakv_cluster.clock import SystemClock
 from rakv_cluster.cluster.ray_transport import shard_name
 from rakv_cluster.cluster.service import (
     open_node_store,
+    open_store_admin,
     start_cluster_store,
     stop_cluster_store,
 )
 from rakv_cluster.cluster.settings import ClientLimits, ClusterStoreSettings, ManagerLimits
 from rakv_cluster.cluster.shard_actor import ShardActor
 from rakv_cluster.store.lmdb_shard import ShardSettings
-from rakv_cluster.testing.records import load_item, tiny_record
+from rakv_cluster.testing.records import TINY_NAMESPACE, load_item, tiny_record
 
 # Workers on the nodes cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -228,6 +229,21 @@ def test_what_one_node_stored_is_loaded_on_the_others_and_fills_them(nodes: Node
         assert counters["local_disk_hits"] == len(numbers)
         assert counters["remote_damaged"] == counters["fills_lost"] == 0
     assert call(nodes.asker("a").counters)["reads_served"] == 2 * len(numbers)
+
+
+def test_an_operator_sees_warms_evicts_and_clears_on_every_node(nodes: Nodes) -> None:
+    admin = open_store_admin(nodes.settings, SystemClock())
+    spread(nodes, range(800, 810))
+    keys = [tiny_record(number).key for number in range(800, 810)]
+    assert set(admin.lookup(keys)[nodes.id("a")]) == set(keys)
+    assert admin.lookup(keys)[nodes.id("b")] == {}
+    assert set(admin.warm(keys, [nodes.id("b")])[nodes.id("b")]) == set(keys)
+    held = {node: len(keys) for node, keys in admin.evict(keys[:4]).items()}
+    assert held == {nodes.id("a"): 4, nodes.id("b"): 4, nodes.id("head"): 0}
+    before = admin.stats()
+    assert admin.clear(TINY_NAMESPACE) == {n: stats.records for n, stats in before.items()}
+    assert {stats.records for stats in admin.stats().values()} == {0}
+    assert set(before) == set(admin.members())
 
 
 def test_ten_thousand_lookups_hold_nothing(nodes: Nodes) -> None:

@@ -145,6 +145,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             key: shards for key, shards in truth.items() if shards
         }
 
+    def teardown(self) -> None:
+        self.settle()
+
     def catch_up(self, name: str) -> None:
         while True:
             since = self.snapshot.positions()[name]
@@ -168,6 +171,47 @@ def test_a_full_partition_forgets_the_oldest_keys_and_counts_them() -> None:
     assert told(partition, *KEYS[:6])
     assert list(partition.locate(KEYS)) == KEYS[2:6]
     assert partition.overflowed == 2
+
+
+def exchange(announcer: Announcer, partition: DirectoryPartition, *, heartbeat: bool) -> None:
+    while messages := announcer.messages(heartbeat=heartbeat):
+        heartbeat = False
+        (message,) = messages.values()
+        announcer.answered("p0", message, accepted=partition.announce(message))
+
+
+def test_a_restarted_partition_learns_everything_again_by_a_heartbeat() -> None:
+    announcer = Announcer("n0", "first", batch_keys=BATCH_KEYS)
+    announcer.set_nodes(["p0"])
+    announcer.record(KEYS, ())
+    for incarnation in ("p0#1", "p0#2"):
+        partition = DirectoryPartition(incarnation)
+        partition.set_live({"n0"})
+        exchange(announcer, partition, heartbeat=True)
+        assert set(partition.locate(KEYS)) == set(KEYS)
+
+
+def test_a_restarted_shard_replaces_what_it_said_before() -> None:
+    partition = DirectoryPartition("p0")
+    partition.set_live({"n0"})
+    for incarnation, keys in (("first", KEYS[:8]), ("second", KEYS[4:10])):
+        announcer = Announcer("n0", incarnation, batch_keys=BATCH_KEYS)
+        announcer.set_nodes(["p0"])
+        announcer.hold(keys)
+        exchange(announcer, partition, heartbeat=False)
+        assert set(partition.locate(KEYS)) == set(keys)
+
+
+def test_holding_other_keys_than_recorded_is_told_as_the_difference() -> None:
+    partition = DirectoryPartition("p0")
+    partition.set_live({"n0"})
+    announcer = Announcer("n0", "first")
+    announcer.set_nodes(["p0"])
+    announcer.record(KEYS[:4], ())
+    exchange(announcer, partition, heartbeat=False)
+    announcer.hold(KEYS[2:6])
+    (message,) = announcer.messages().values()
+    assert (set(message.added), set(message.removed)) == (set(KEYS[4:6]), set(KEYS[:2]))
 
 
 def test_a_gap_is_refused_and_a_repeated_message_is_not() -> None:

@@ -165,6 +165,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for name in self.fleet.live:
             assert self.fleet.heard[name] == self.manager.members
 
+    def teardown(self) -> None:
+        self.settle()
+
 
 TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

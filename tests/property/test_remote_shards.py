@@ -118,6 +118,9 @@ class RemoteMachine(RuleBasedStateMachine):
         assert set(found) == there
         self.load([record for record in RECORDS if record.key in list(found)[-4:]])
 
+    def teardown(self) -> None:
+        self.settle()
+
     @invariant()
     def counters_tell_the_truth(self) -> None:
         counters = self.remote.counters()

@@ -1,0 +1,75 @@
+"""The operator's view: every node's own word, and who did not give one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rakv_cluster.cluster.admin import StoreAdmin
+from rakv_cluster.kv.codec import encode
+from rakv_cluster.testing import ManualClock
+from rakv_cluster.testing.records import TINY_NAMESPACE, tiny_record
+from rakv_cluster.testing.simulated_cluster import Fault, SimulatedCluster
+
+NODES = ["n0", "n1", "n2"]
+RECORDS = [tiny_record(number) for number in range(10)]
+KEYS = [record.key for record in RECORDS]
+
+
+@pytest.fixture
+def cluster() -> SimulatedCluster:
+    """Record ``i`` on node ``i % 3``, and record 0 on every node."""
+    cluster = SimulatedCluster(NODES, ManualClock(), np.random.default_rng(0))
+    for number, record in enumerate(RECORDS):
+        cluster.hold(NODES[number % 3], encode(record))
+    for node in NODES:
+        cluster.hold(node, encode(RECORDS[0]))
+    return cluster
+
+
+def admin(cluster: SimulatedCluster) -> StoreAdmin:
+    return StoreAdmin(cluster, lambda: NODES, ManualClock(), batch_keys=4)
+
+
+def test_lookup_tells_who_holds_what(cluster: SimulatedCluster) -> None:
+    answers = admin(cluster).lookup(KEYS)
+    assert {node: set(found) for node, found in answers.items()} == {
+        "n0": set(KEYS[0::3]),
+        "n1": {KEYS[0], *KEYS[1::3]},
+        "n2": {KEYS[0], *KEYS[2::3]},
+    }
+
+
+def test_keys_travel_in_bounded_batches(cluster: SimulatedCluster) -> None:
+    admin(cluster).lookup(KEYS)
+    assert sorted(len(call.args[0]) for call in cluster.calls) == [2] * 3 + [4] * 6
+
+
+def test_evicted_records_are_gone_everywhere(cluster: SimulatedCluster) -> None:
+    removed = admin(cluster).evict(KEYS[:4])
+    assert removed == {"n0": [KEYS[0], KEYS[3]], "n1": KEYS[:2], "n2": [KEYS[0], KEYS[2]]}
+    assert not any(set(held) & set(KEYS[:4]) for held in cluster.records.values())
+
+
+def test_clear_removes_a_namespace_and_nothing_else(cluster: SimulatedCluster) -> None:
+    assert admin(cluster).clear(b"another".ljust(32)) == dict.fromkeys(NODES, 0)
+    assert admin(cluster).clear(TINY_NAMESPACE) == {"n0": 4, "n1": 4, "n2": 4}
+    assert cluster.records == {node: {} for node in NODES}
+
+
+def test_warm_copies_to_the_nodes_named_only(cluster: SimulatedCluster) -> None:
+    assert {k: set(v) for k, v in admin(cluster).warm(KEYS, ["n2"]).items()} == {"n2": set(KEYS)}
+    assert set(cluster.records["n2"]) == set(KEYS)
+    assert len(cluster.records["n1"]) == 4
+
+
+def test_a_node_that_does_not_answer_is_missing_and_is_asked_again_next_time(
+    cluster: SimulatedCluster,
+) -> None:
+    store = admin(cluster)
+    cluster.faults["n1"] = Fault.LATE
+    for _ in range(10):
+        assert set(store.stats()) == {"n0", "n2"}
+        assert set(store.lookup(KEYS)) == {"n0", "n2"}
+    cluster.faults["n1"] = Fault.NONE
+    assert set(store.stats()) == set(NODES)
