@@ -158,7 +158,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestDirectory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def told(partition: DirectoryPartition, *keys: bytes, stream: str = "s", sequence: int = 0) -> bool:
