@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rakv_cluster.errors import ConfigError
+from rakv_cluster.model.quiet import no_progress_bars
 
 _SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -32,13 +33,16 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     Raises :class:`ConfigError` where the written folder does not load back to equal weights or
     the GGUF's tokenizer is of a kind this does not know to be converted faithfully.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
-    clean = _without_quantization(model)
-    clean.save_pretrained(folder)
-    _convert_tokenizer(gguf).save_pretrained(folder)
-    _check_reload(clean, folder)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        clean = _without_quantization(model)
+        clean.save_pretrained(folder)
+        _convert_tokenizer(gguf).save_pretrained(folder)
+        _check_reload(clean, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes for its owner alone; a cache may be shared
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.model.architecture import check_config, supported_context_tokens
 from rakv_cluster.model.card import ModelCard, model_digest, tokenizer_digest
 from rakv_cluster.model.fingerprint import weights_fingerprint
+from rakv_cluster.model.quiet import no_progress_bars
 from rakv_cluster.model.self_check import build_runner
 from rakv_cluster.model.step import Runner
 
@@ -150,9 +151,10 @@ def _load_config(folder: Path) -> PreTrainedConfig:
 def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with all of its weights: transformers fills missing ones with random numbers."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
+        with no_progress_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load the weights in {folder}: {error}", field="model") from error
     if info["missing_keys"]:
