@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.step import Span, Step
+from rakv_cluster.model.step import Span, Step, check_spans
 
 BACKEND = "rakv"
 """Name of the attention implementation in transformers."""
@@ -77,22 +77,10 @@ class StepPlan:
 def plan_step(step: Step, device: torch.device) -> StepPlan:
     """Cut every span of ``step`` into groups; moves its positions to ``device``, once.
 
-    Raises ``ValueError`` where spans do not cover the rows in order or leave their buffers: a
-    wrong step would otherwise overwrite another sequence's KV.
+    Raises ``ValueError`` like :func:`rakv_cluster.model.step.check_spans`.
     """
+    check_spans(step)
     positions = step.positions.to(device, non_blocking=True)
-    row = 0
-    for span in step.spans:
-        if span.row_start != row or span.row_stop <= row:
-            raise ValueError(f"span starts at row {span.row_start}, expected {row}")
-        if not 0 <= span.first_position <= span.last_position < span.buffer.capacity:
-            raise ValueError(
-                f"positions {span.first_position}..{span.last_position} do not fit a buffer of "
-                f"{span.buffer.capacity} slots"
-            )
-        row = span.row_stop
-    if row != step.token_ids.shape[0]:
-        raise ValueError(f"spans cover {row} of {step.token_ids.shape[0]} rows")
     spans = tuple(
         SpanPlan(span, positions[span.row_start : span.row_stop], _groups(span, step.positions))
         for span in step.spans

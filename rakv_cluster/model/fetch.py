@@ -60,13 +60,12 @@ def resolve(source: str, cache_dir: Path) -> str:
     command to run for a known name that has not been fetched.
     """
     if source in CATALOG:
-        folder = model_folder(source, cache_dir)
-        if not _is_finished(folder, CATALOG[source]):
+        if not is_fetched(source, cache_dir):
             raise ConfigError(
                 f"model {source!r} has not been fetched: run `rakv model fetch {source}`",
                 field="model",
             )
-        return str(folder)
+        return str(model_folder(source, cache_dir))
     local = Path(source).expanduser()
     return str(local.resolve()) if local.is_dir() else source
 
@@ -74,6 +73,11 @@ def resolve(source: str, cache_dir: Path) -> str:
 def model_folder(name: str, cache_dir: Path) -> Path:
     """Where the fetched model ``name`` is or would be."""
     return cache_dir / "models" / name
+
+
+def is_fetched(name: str, cache_dir: Path) -> bool:
+    """Whether the known model ``name`` is complete and of this version's making."""
+    return _is_finished(model_folder(name, cache_dir), CATALOG[name])
 
 
 def fetch_model(

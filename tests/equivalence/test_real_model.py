@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.model.fetch import is_fetched, model_folder
+from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.sampling import RuleRow, TokenRule, choose
 from rakv_cluster.model.step import Span, Step
 from rakv_cluster.types import SamplingParams
@@ -27,6 +28,19 @@ PROMPTS = (
 @pytest.fixture(scope="module")
 def stock(default_model_path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(default_model_path, dtype=torch.float32)
+
+
+def generated(stock: PreTrainedModel, prompt_ids: list[int]) -> list[int]:
+    """What transformers' own greedy search adds to the prompt."""
+    out = stock.generate(
+        torch.tensor([prompt_ids]),
+        attention_mask=torch.ones(1, len(prompt_ids)),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+    )
+    ids: list[int] = out[0, len(prompt_ids) :].tolist()
+    return ids
 
 
 def greedy(loaded: LoadedModel, prompt_ids: list[int], *, piece: int) -> list[int]:
@@ -57,15 +71,23 @@ def test_greedy_equals_generate(
     default_model: LoadedModel, stock: PreTrainedModel, prompt: str, piece: int
 ) -> None:
     prompt_ids = default_model.tokenizer(prompt).input_ids
-    expected = stock.generate(
-        torch.tensor([prompt_ids]),
-        attention_mask=torch.ones(1, len(prompt_ids)),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-    )[0, len(prompt_ids) :].tolist()
+    expected = generated(stock, prompt_ids)
 
     assert greedy(default_model, prompt_ids, piece=piece) == expected
+
+
+def test_gemma3_greedy_equals_generate_beyond_its_window(cache_dir: Path) -> None:
+    """Two RoPE bases, windows of 512 in 15 of 18 layers, a prompt of 700 tokens."""
+    if not is_fetched("gemma3-270m", cache_dir):
+        pytest.skip("gemma3-270m is not in the cache: `rakv model fetch gemma3-270m`")
+    folder = model_folder("gemma3-270m", cache_dir)
+    loaded = load_model(str(folder))
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lines = "".join(f"Line {i}: {i * i} apples and {i % 7} pears. " for i in range(60))
+    prompt_ids = loaded.tokenizer(lines).input_ids[:700]
+    assert len(prompt_ids) == 700
+
+    assert greedy(loaded, prompt_ids, piece=256) == generated(stock, prompt_ids)
 
 
 def test_card(default_model: LoadedModel) -> None:

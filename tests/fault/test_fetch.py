@@ -20,6 +20,7 @@ from rakv_cluster.model.fetch import (
     FetchProgress,
     fetch,
     fetch_model,
+    is_fetched,
     model_folder,
     resolve,
 )
@@ -290,6 +291,7 @@ class TestResolve:
 
     def test_a_half_made_folder_does_not_count(self, tmp_path: Path) -> None:
         model_folder("smollm2", tmp_path).mkdir(parents=True)
+        assert not is_fetched("smollm2", tmp_path)
         with pytest.raises(ConfigError, match="has not been fetched"):
             resolve("smollm2", tmp_path)
 
@@ -307,6 +309,7 @@ class TestResolve:
 
     @pytest.mark.model
     def test_a_fetched_name_is_its_folder(self, default_model_path: Path, cache_dir: Path) -> None:
+        assert is_fetched("smollm2", cache_dir)
         assert resolve("smollm2", cache_dir) == str(default_model_path)
 
 
