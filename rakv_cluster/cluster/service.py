@@ -25,7 +25,7 @@ _ADMIN_TIMEOUT_S = 10.0
 
 
 def start_cluster_store(
-    settings: ClusterStoreSettings, *, timeout_s: float = 30.0
+    settings: ClusterStoreSettings, *, timeout_s: float = 60.0
 ) -> tuple[str, ...]:
     """Start a shard on every node, now and as nodes come; returns the nodes that have one.
 

@@ -45,10 +45,11 @@ pytestmark = pytest.mark.cluster
 FAST_FAILURE_DETECTION = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
+    # A dead raylet refuses the connection at once; a busy machine must not look like one.
+    "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 2,
 }
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -197,7 +198,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     nodes = Nodes(tmp_path_factory.mktemp("shards"))
     nodes.add("a")
     nodes.add("b")
-    assert len(start_cluster_store(nodes.settings)) == 3
+    assert len(start_cluster_store(nodes.settings, timeout_s=120.0)) == 3
     yield nodes
     nodes.close()
 

@@ -173,6 +173,15 @@ def test_a_full_partition_forgets_the_oldest_keys_and_counts_them() -> None:
     assert partition.overflowed == 2
 
 
+def test_a_late_message_of_a_former_stream_changes_nothing() -> None:
+    partition = DirectoryPartition("p")
+    partition.set_live({"n0"})
+    told(partition, KEYS[0], stream="old")
+    told(partition, KEYS[1], stream="new")
+    assert not told(partition, KEYS[2], stream="old", sequence=1)
+    assert set(partition.locate(KEYS)) == {KEYS[1]}
+
+
 def exchange(announcer: Announcer, partition: DirectoryPartition, *, heartbeat: bool) -> None:
     while messages := announcer.messages(heartbeat=heartbeat):
         heartbeat = False
