@@ -39,6 +39,7 @@ _META = struct.Struct("<IIQQ48s48sQQ")
 _META_MAGIC = 0xBEEFC0DE
 _META_VERSION = 1
 _META_PAGES = 2
+_LARGEST_MAP_BYTES = 1 << 46  # an address space has 2**47
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 
@@ -154,6 +155,8 @@ def check_data_file(path: Path) -> FileCheck:
     if not metas:
         raise CorruptRecord(f"{path} has no intact meta page")
     _, newest = max(metas, key=lambda meta: meta[0])
+    if not newest.used_bytes <= newest.map_bytes <= _LARGEST_MAP_BYTES:
+        raise CorruptRecord(f"{path} claims a map of {newest.map_bytes} bytes")
     if newest.used_bytes > file_bytes:
         raise CorruptRecord(f"{path} has {file_bytes} of {newest.used_bytes} bytes")
     return newest

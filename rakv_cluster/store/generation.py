@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -22,6 +23,8 @@ from rakv_cluster.store.eviction import Entry
 from rakv_cluster.store.folder import DATA_FILE, check_data_file
 from rakv_cluster.types import Tier
 
+_log = logging.getLogger(__name__)
+
 PAGE_BYTES: Final = 4096
 SEGMENT_BYTES: Final = 15 * PAGE_BYTES - 16
 """A full segment fills 15 pages with their one page header. Equal runs keep LMDB's list of free
@@ -36,6 +39,11 @@ _SCHEMA = b"1"
 _PIN = struct.Struct("<d")
 _TICK_KEY = b"tick"
 _MAX_READERS = 1024
+_BALLAST_FILE = "ballast"
+_BALLAST_BYTES = 1 << 20
+_DAMAGED_TABLES = (
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.IncompatibleError,
+)  # fmt: skip
 
 
 def charged_bytes(head_bytes: int, body_bytes: int) -> int:
@@ -121,7 +129,7 @@ class Generation:
                     txn.put(_SCHEMA_KEY, _SCHEMA, db=self.state)
                 elif schema != _SCHEMA:
                     raise StoreUnavailable(f"{self.path} has unknown schema {schema!r}")
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError) as error:
+        except _DAMAGED_TABLES as error:
             raise CorruptRecord(f"{self.path} is damaged: {error}") from error
         except lmdb.Error as error:
             raise StoreUnavailable(f"cannot open {self.path}: {error}") from error
@@ -152,6 +160,24 @@ class Generation:
         used_bytes = self._used_bytes()
         if os.fstat(self._fd).st_size < used_bytes:
             os.truncate(self.path / DATA_FILE, used_bytes)
+
+    def set_ballast(self) -> None:
+        """Keep a little of the disk in reserve, if there is any left.
+
+        Even a deletion writes new pages, so on a full disk nothing could ever be evicted.
+        """
+        try:
+            fd = os.open(self.path / _BALLAST_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(fd, 0, _BALLAST_BYTES)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _log.info("no reserve on the disk of %s: %s", self.path, error)
+
+    def drop_ballast(self) -> None:
+        """Give the reserve back to the disk."""
+        (self.path / _BALLAST_FILE).unlink(missing_ok=True)
 
     def is_whole(self) -> bool:
         """Whether the file has all its pages: reading behind a cut would be a SIGBUS.

@@ -104,6 +104,7 @@ class ShardCore:
             if key in catalog:
                 self._pins.hold(key, owner, until_s)
         self._next_id = max(self._record_ids.values(), default=0) + 1
+        generation.set_ballast()
 
     def commit(self, batch: Sequence[EncodedRecord]) -> CommitResult:
         """Store a batch, evicting first, in one transaction.
@@ -322,6 +323,7 @@ class ShardCore:
         spare = self._spared() | set(leaving)
         more = self.catalog.victims({b"": slack + extra_bytes}, spare=spare)
         gone = [*leaving, *more]
+        self.generation.drop_ballast()
         try:
             self._remove(gone, evicted=True)
             for _ in range(2):
@@ -330,6 +332,8 @@ class ShardCore:
             raise
         except lmdb.Error:
             return [key for key in gone if key not in self.catalog]
+        finally:
+            self.generation.set_ballast()
         return gone
 
     def _remove(self, keys: Sequence[bytes], *, evicted: bool) -> None:

@@ -1,0 +1,156 @@
+"""A full disk, a read-only disk, a full map: writes are refused, reads go on, nothing is raised.
+
+The first two need a mount of their own, made inside a mount namespace (``unshare -m``) so that it
+goes away with the process; the tests run as root, for whom file modes would not count.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.kv.codec import encode
+from rakv_cluster.store.lmdb_shard import ShardReader, ShardSettings, ShardWriter, WriterSource
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.records import tiny_record
+from rakv_cluster.testing.shard_processes import LAYOUT, TOKENS, count_loads
+
+RECORD_BYTES = tiny_record(0, TOKENS, LAYOUT).kv.nbytes
+
+COMMON = """
+import json, sys
+from rakv_cluster.kv.codec import encode
+from rakv_cluster.store.lmdb_shard import *
+from rakv_cluster.store.lmdb_shard import WriterSource
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.records import tiny_record
+from rakv_cluster.testing.shard_processes import LAYOUT, TOKENS, count_loads
+folder = sys.argv[1]
+record = lambda n: tiny_record(n, TOKENS, LAYOUT)
+"""
+
+FILL = """
+writer = ShardWriter(folder, ShardSettings(64 << 20), ManualClock())
+reader = ShardReader(WriterSource(writer))
+wrong = present = late = 0
+for n in range(150):
+    result = writer.commit([encode(record(n))])
+    late += n >= 100 and len(result.stored)
+    loaded, missed, bad = count_loads(reader, range(max(0, n - 5), n + 1))
+    wrong += bad
+present = len(writer.keys())
+intact = count_loads(reader, range(150))
+counters = dict(writer.stats().counters)
+writer.close()
+writer = ShardWriter(folder, ShardSettings(64 << 20), ManualClock())
+again = count_loads(ShardReader(WriterSource(writer)), range(150))
+writer.close()
+print(json.dumps(dict(wrong=wrong, present=present, intact=intact, again=again, late=late,
+                      counters=counters)))
+"""
+
+READ_ONLY = """
+reader_sees = count_loads(ShardReader(folder), range(5))
+store = open_store(folder, ShardSettings(16 << 20), ManualClock())
+taken = store.put([record(7)])
+print(json.dumps(dict(reader=reader_sees, taken=taken, counters=dict(store.stats().counters))))
+"""
+
+
+def in_mount(mount: str, folder: Path, script: str) -> dict:
+    """Run a script with ``folder`` mounted as ``mount`` says, in a namespace of its own."""
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-m", "true"], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", f'{mount}; exec "$@"', "sh",
+         sys.executable, "-c", COMMON + script, str(folder)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_full_disk_refuses_writes_and_keeps_what_it_has(tmp_path):
+    outcome = in_mount(f"mount -t tmpfs -o size=6m tmpfs {tmp_path}", tmp_path, FILL)
+
+    loaded, _, wrong = outcome["intact"]
+    assert outcome["wrong"] == wrong == 0
+    assert loaded == outcome["present"] >= 6e6 * 0.3 / RECORD_BYTES
+    assert outcome["again"] == outcome["intact"]
+    assert outcome["counters"]["disk_write_retries"] > 0
+    assert outcome["counters"]["disk_evictions"] > 0
+    assert outcome["late"] > 25, "after making room it takes new records again"
+
+
+def test_a_read_only_disk_serves_nothing_new(tmp_path):
+    folder = tmp_path / "shard"
+    writer = ShardWriter(folder, ShardSettings(16 << 20), SystemClock())
+    writer.commit([encode(tiny_record(n, TOKENS, LAYOUT)) for n in range(5)])
+    writer.close()
+
+    outcome = in_mount(
+        f"mount --bind {folder} {folder}; mount -o remount,ro,bind {folder}", folder, READ_ONLY
+    )
+
+    assert outcome["reader"][2] == 0
+    assert outcome["taken"] == 0
+    assert outcome["counters"] == {"store_unavailable": 1}
+
+
+def test_a_reader_that_never_ends_fills_the_map_but_fails_nothing(tmp_path):
+    """Pages that an old reader still sees cannot be used again: the map fills up."""
+    budget = 4 << 20
+    writer = ShardWriter(tmp_path, ShardSettings(budget), ManualClock())
+    reader = ShardReader(WriterSource(writer))
+    writer.commit([encode(tiny_record(0, TOKENS, LAYOUT))])
+    stuck = writer.generation.env.begin()
+    refused = 0
+    for number in range(1, 500):
+        result = writer.commit([encode(tiny_record(number, TOKENS, LAYOUT))])
+        refused += result.refused
+    assert refused > 0
+    assert count_loads(reader, range(500))[2] == 0
+    assert writer.stats().stored_bytes <= budget
+
+    stuck.abort()
+    results = [
+        writer.commit([encode(tiny_record(number, TOKENS, LAYOUT))]) for number in range(600, 700)
+    ]
+
+    assert [result.refused for result in results[5:]] == [0] * 95
+    assert count_loads(reader, range(690, 700)) == (10, 0, 0)
+    writer.close()
+
+
+def test_a_record_larger_than_a_quarter_of_the_budget_is_refused(tmp_path):
+    writer = ShardWriter(tmp_path, ShardSettings(3 * RECORD_BYTES), ManualClock())
+
+    result = writer.commit([encode(tiny_record(0, TOKENS, LAYOUT)), encode(tiny_record(1))])
+
+    assert result.stored == (tiny_record(1).key,)
+    assert result.refused == 1
+    assert writer.stats().counters["disk_refused_large"] == 1
+    writer.close()
+
+
+def test_a_damaged_record_is_not_taken(tmp_path):
+    good = encode(tiny_record(0, TOKENS, LAYOUT))
+    body = np.frombuffer(good.body, np.uint8).copy()
+    body[-1] ^= 1
+    bad = type(good)(good.key, good.head, body.tobytes())
+    writer = ShardWriter(tmp_path, ShardSettings(16 << 20), ManualClock())
+
+    result = writer.commit([bad])
+
+    assert (result.stored, result.refused) == ((), 1)
+    assert writer.stats().counters["disk_refused_damaged"] == 1
+    writer.close()
