@@ -62,6 +62,19 @@ class StoreAdmin:
         """Copy records to ``nodes`` from wherever they are; the keys that each holds then."""
         return _joined(self._each("warm", keys, parse_keys, nodes))
 
+    def pin(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> dict[str, list[bytes]]:
+        """Keep records where they are for ``ttl_s`` seconds; the keys that each node pinned.
+
+        A pin ends by itself or by :meth:`unpin`; it keeps a record from eviction, not from
+        :meth:`evict` and :meth:`clear`.
+        """
+        return _joined(self._each("pin", keys, parse_keys, rest=(owner, ttl_s)))
+
+    def unpin(self, keys: Sequence[bytes], owner: str) -> dict[str, int]:
+        """End an owner's pins; how many each node had."""
+        answers = self._each("unpin", keys, parse_count, rest=(owner,))
+        return {node: sum(parts) for node, parts in answers.items()}
+
     def stats(self) -> dict[str, StoreStats]:
         """Each shard's sizes and counters."""
         return self._by_node([Call(node, "stats") for node in self._members()], parse_stats)
@@ -72,13 +85,16 @@ class StoreAdmin:
         keys: Sequence[bytes],
         parse: Callable[[object], T],
         nodes: Sequence[str] | None = None,
+        rest: tuple[object, ...] = (),
     ) -> dict[str, list[T]]:
         """Batches of keys to every node; only nodes that answered all of them."""
         answers: dict[str, list[T]] = {}
         waiting = list(self._members() if nodes is None else nodes)
         for start in range(0, max(len(keys), 1), self._batch_keys):
             batch = list(keys[start : start + self._batch_keys])
-            answered = self._by_node([Call(node, method, (batch,)) for node in waiting], parse)
+            answered = self._by_node(
+                [Call(node, method, (batch, *rest)) for node in waiting], parse
+            )
             waiting = list(answered)
             for node, answer in answered.items():
                 answers.setdefault(node, []).append(answer)

@@ -55,6 +55,10 @@ class AnnouncingThread:
         """Tell which partitions there are."""
         self._tell(lambda announcer: announcer.set_nodes(nodes))
 
+    def recheck(self) -> None:
+        """Tell what was stored or dropped without a word, now and not with the next heartbeat."""
+        self._tell(lambda announcer: announcer.hold(self._stored()))
+
     def close(self) -> None:
         """End the thread after what it is sending. Idempotent."""
         with self._changed:

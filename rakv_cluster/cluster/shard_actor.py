@@ -96,13 +96,17 @@ class ShardActor:
         return True
 
     async def stats(self) -> StoreStats:
-        """Sizes of the shard, counters of its writer, its reader and this actor."""
+        """The shard's sizes, counters of writer, reader and actor, and what the directory holds."""
         stats = await asyncio.to_thread(self._writer.stats)
+        pinned = await asyncio.to_thread(self._writer.pinned)
         counters = {
             **stats.counters,
             **self._reader.counters(),
             **self._counters.snapshot(),
+            "pinned_records": len(pinned),
+            "directory_keys": len(self._partition),
             "directory_overflowed": self._partition.overflowed,
+            "leases": len(self._leases),
         }
         return StoreStats(stats.records, stats.stored_bytes, stats.budget_bytes, counters)
 
@@ -169,14 +173,17 @@ class ShardActor:
 
     async def clear(self, namespace: bytes) -> int:
         """Remove every record of a namespace; returns how many there were."""
-        keys = await asyncio.to_thread(self._writer.keys)
-        size = self._limits.batch_keys
-        removed = 0
-        for start in range(0, len(keys), size):
-            found = await self.find(keys[start : start + size])
-            theirs = [key for key, row in found.items() if row.namespace == namespace]
-            removed += len(await self.delete(theirs))
+        removed = await asyncio.to_thread(self._writer.clear, namespace)
+        self._announcing.recheck()
         return removed
+
+    async def pin(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> list[bytes]:
+        """See :meth:`ShardWriter.pin`."""
+        return await asyncio.to_thread(self._writer.pin, keys, owner, ttl_s)
+
+    async def unpin(self, keys: Sequence[bytes], owner: str) -> int:
+        """See :meth:`ShardWriter.unpin`."""
+        return await asyncio.to_thread(self._writer.unpin, keys, owner)
 
     async def warm(self, keys: Sequence[bytes]) -> list[bytes]:
         """Copy records from other nodes; returns those of ``keys`` that are here now."""

@@ -48,6 +48,7 @@ class SimulatedCluster:
         self.faults = dict.fromkeys(nodes, Fault.NONE)
         self.lies: dict[bytes, str] = {}
         self.calls: list[Call] = []
+        self.pins: set[tuple[str, bytes, str]] = set()
         self._clock = clock
         self._rng = rng
         self._leases = {node: LeaseTable(clock) for node in nodes}
@@ -116,6 +117,16 @@ class SimulatedCluster:
 
     def _delete(self, node: str, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if self.records[node].pop(key, None) is not None]
+
+    def _pin(self, node: str, keys: Sequence[bytes], owner: str, ttl_s: float) -> list[bytes]:
+        held = list(self._read(node, keys))
+        self.pins |= {(node, key, owner) for key in held}
+        return held
+
+    def _unpin(self, node: str, keys: Sequence[bytes], owner: str) -> int:
+        ended = self.pins & {(node, key, owner) for key in keys}
+        self.pins -= ended
+        return len(ended)
 
     def _clear(self, node: str, namespace: bytes) -> int:
         held = self.records[node].items()

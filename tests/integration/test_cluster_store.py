@@ -239,6 +239,9 @@ def test_an_operator_sees_warms_evicts_and_clears_on_every_node(nodes: Nodes) ->
     assert set(admin.lookup(keys)[nodes.id("a")]) == set(keys)
     assert admin.lookup(keys)[nodes.id("b")] == {}
     assert set(admin.warm(keys, [nodes.id("b")])[nodes.id("b")]) == set(keys)
+    assert admin.pin(keys, "operator", ttl_s=60.0)[nodes.id("b")] == keys
+    assert admin.stats()[nodes.id("b")].counters["pinned_records"] == len(keys)
+    assert admin.unpin(keys, "operator")[nodes.id("b")] == len(keys)
     held = {node: len(keys) for node, keys in admin.evict(keys[:4]).items()}
     assert held == {nodes.id("a"): 4, nodes.id("b"): 4, nodes.id("head"): 0}
     before = admin.stats()
@@ -252,6 +255,8 @@ def test_ten_thousand_lookups_hold_nothing(nodes: Nodes) -> None:
     spread(nodes, numbers)
     refs = [nodes.asker("a").find.remote(numbers) for _ in range(100)]
     assert all(found == list(numbers) for found in ray.get(refs))
+    stats = open_store_admin(nodes.settings, SystemClock()).stats()
+    assert {shard.counters["pinned_records"] for shard in stats.values()} == {0}
     # What nothing holds can go at once, everywhere.
     assert call(nodes.asker("b").delete, numbers) == len(numbers)
     assert call(nodes.asker("a").find, numbers) == []

@@ -57,6 +57,15 @@ def test_clear_removes_a_namespace_and_nothing_else(cluster: SimulatedCluster) -
     assert cluster.records == {node: {} for node in NODES}
 
 
+def test_a_pin_is_held_where_the_record_is_until_its_owner_ends_it(
+    cluster: SimulatedCluster,
+) -> None:
+    store = admin(cluster)
+    assert store.pin(KEYS[:2], "me", 60.0) == {"n0": KEYS[:1], "n1": KEYS[:2], "n2": KEYS[:1]}
+    assert store.unpin(KEYS, "another") == dict.fromkeys(NODES, 0)
+    assert store.unpin(KEYS, "me") == {"n0": 1, "n1": 2, "n2": 1}
+
+
 def test_warm_copies_to_the_nodes_named_only(cluster: SimulatedCluster) -> None:
     assert {k: set(v) for k, v in admin(cluster).warm(KEYS, ["n2"]).items()} == {"n2": set(KEYS)}
     assert set(cluster.records["n2"]) == set(KEYS)
