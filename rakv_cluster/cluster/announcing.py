@@ -1,4 +1,8 @@
-"""The thread beside a shard that keeps the directory's partitions told."""
+"""The thread beside a shard that keeps the directory's partitions told.
+
+It sends to all partitions at once and waits for the slowest, so one that stalls delays news to the
+others by its timeout, until its circuit breaker opens after a few rounds.
+"""
 
 from __future__ import annotations
 
