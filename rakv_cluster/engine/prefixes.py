@@ -167,6 +167,7 @@ class Prefixes:
             clock=self._clock,
             numeric_class=self._numeric_class,
             share_across_classes=self._settings.share_across_classes,
+            price_loads=self._settings.price_loads,
             have=sequence.length,
             settle=self._saver.settle,
             wake=self._wake,
@@ -188,6 +189,8 @@ class Prefixes:
 
     def _load_limit_s(self, sequence: Sequence) -> float:
         """A load may take as long as computing would, within the configured deadline."""
+        if not self._settings.price_loads:
+            return self._settings.load_deadline_s
         costs = self._costs.view(self._clock.monotonic_s())
         compute_s = costs.prefill_ms(sequence.length, sequence.count) / 1e3
         return min(self._settings.load_deadline_s, max(compute_s, _SHORTEST_DEADLINE_S))

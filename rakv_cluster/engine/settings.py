@@ -16,8 +16,9 @@ class EngineSettings:
     take at most this many times what the streams' step takes alone. KV memory is leased in
     multiples of ``kv_granule_tokens``, and ``growth_tokens`` ahead of a request's output.
     ``join_s`` bounds the wait for another request that computes the same prefix, ``settle_s``
-    the wait for a write under way. After ``failure_limit`` steps in a row without one successful
-    forward the engine is unhealthy.
+    the wait for a write under way. ``price_loads`` false loads whatever is found, even where
+    computing is expected to be faster (to measure what pricing is worth). After
+    ``failure_limit`` steps in a row without one successful forward the engine is unhealthy.
     """
 
     kv_budget_bytes: int = 2 << 30
@@ -34,6 +35,7 @@ class EngineSettings:
     settle_s: float = 0.5
     save_queue_bytes: int = 256 << 20
     share_across_classes: bool = False
+    price_loads: bool = True
     failure_limit: int = 3
 
     def __post_init__(self) -> None:

@@ -204,6 +204,7 @@ class LoadJob:
     clock: Clock
     numeric_class: str
     share_across_classes: bool
+    price_loads: bool
     have: int
     settle: Callable[[Sequence[bytes]], None]
     wake: Callable[[], None]
@@ -249,7 +250,9 @@ class LoadJob:
             share_across_classes=self.share_across_classes,
             settle=self.settle,
         )
-        plan = plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
+        plan = ReusePlan(loads, stored)
+        if self.price_loads:
+            plan = plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
         self._report(Assembled(tokens=self.have, stored_keys=stored))
         load_plan(
             plan,
