@@ -71,9 +71,10 @@ class Engine:
             closed=self._closed,
         )
 
-    def start(self) -> None:
-        """Measure first costs (a second or so) and start serving."""
-        self._core.calibrate()
+    def start(self, *, calibrate: bool = True) -> None:
+        """Start serving, after measuring first costs (a second or so) unless told not to."""
+        if calibrate:
+            self._core.calibrate()
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
