@@ -16,10 +16,11 @@ class ReuseMode(str, Enum):
 
 
 class Tier(str, Enum):
-    """Where reused KV came from."""
+    """Where reused KV came from: memory, this node's disk, another node's."""
 
     RAM = "ram"
     DISK = "disk"
+    REMOTE = "remote"
 
 
 class FinishReason(str, Enum):

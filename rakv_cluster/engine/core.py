@@ -382,7 +382,7 @@ class EngineCore:
         del self._open[sequence.request.request_id]
         self._closed(sequence.request.request_id)
         self._counters.ram_tokens += sequence.reused.get(Tier.RAM, 0)
-        self._counters.disk_tokens += sequence.reused.get(Tier.DISK, 0)
+        self._counters.disk_tokens += sequence.disk_tokens
 
 
 def _describe(error: Exception) -> str:

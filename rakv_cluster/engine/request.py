@@ -40,9 +40,10 @@ class EngineRequest:
 class RequestStats:
     """Where a request's prompt came from and where its time went.
 
-    ``ram_tokens + disk_tokens + computed_tokens`` equals the prompt's length. Durations are on
-    the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the store,
-    ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
+    ``ram_tokens + disk_tokens + computed_tokens`` equals the prompt's length; ``disk_tokens`` came
+    from the disk of this node or, over the network, of another. Durations are on the engine's
+    clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
+    first forward to the first token, ``decode_ms`` from there on.
     """
 
     prompt_tokens: int = 0

@@ -132,9 +132,14 @@ class Sequence:
         if tokens > 0:
             self.reused[tier] = self.reused.get(tier, 0) + tokens
 
+    @property
+    def disk_tokens(self) -> int:
+        """Prompt tokens reused from a disk, this node's or another's."""
+        return sum(tokens for tier, tokens in self.reused.items() if tier is not Tier.RAM)
+
     def stats(self, now_s: float) -> RequestStats:
         """Accounting as of ``now_s``."""
-        ram, disk = self.reused.get(Tier.RAM, 0), self.reused.get(Tier.DISK, 0)
+        ram, disk = self.reused.get(Tier.RAM, 0), self.disk_tokens
         queued_until = self.admitted_s if self.admitted_s >= 0 else now_s
         forward = self.first_forward_s
         token = self.first_token_s if self.first_token_s >= 0 else now_s

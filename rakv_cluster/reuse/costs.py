@@ -19,7 +19,11 @@ _FORGET_HALF_LIFE_S = 60.0
 _CONTEXT_BUCKET_TOKENS = 512
 _BYTES_PER_MB = 1e6
 
-_LOAD_PRIOR_MS_PER_MB: Mapping[Tier, float] = {Tier.RAM: 0.5, Tier.DISK: 2.5}
+_LOAD_PRIOR_MS_PER_MB: Mapping[Tier, float] = {
+    Tier.RAM: 0.5,
+    Tier.DISK: 2.5,
+    Tier.REMOTE: 8.0,
+}
 LOAD_FIXED_MS = 0.3
 """Per load, whatever its size: a thread hop, a transaction."""
 

@@ -48,7 +48,10 @@ def path_of(prompt: ChunkedPrompt, records: dict[bytes, Found], have: int = 0) -
 
 def costs(prefill_ms_per_token: float, ram_ms_per_mb: float = 0.5) -> CostView:
     return CostView(
-        {(7, 0): prefill_ms_per_token}, {1: 1.0}, {Tier.RAM: ram_ms_per_mb, Tier.DISK: 2.5}, 512
+        {(7, 0): prefill_ms_per_token},
+        {1: 1.0},
+        {Tier.RAM: ram_ms_per_mb, Tier.DISK: 2.5, Tier.REMOTE: 8.0},
+        512,
     )
 
 
