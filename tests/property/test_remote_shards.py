@@ -18,7 +18,7 @@ from rakv_cluster.cluster.settings import ClientLimits
 from rakv_cluster.kv.codec import EncodedRecord, encode
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.records import load_item, tiny_record
-from rakv_cluster.testing.simulated_cluster import Fault, SimulatedCluster
+from rakv_cluster.testing.simulated_shards import Fault, SimulatedShards
 
 HERE = "n0"
 NODES = [HERE, "n1", "n2", "n3"]
@@ -40,7 +40,7 @@ class RemoteMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.cluster = SimulatedCluster(NODES, self.clock, np.random.default_rng(0))
+        self.cluster = SimulatedShards(NODES, self.clock, np.random.default_rng(0))
         self.peers = Peers(self.cluster, LIMITS.breaker, self.clock)
         self.kept: list[EncodedRecord] = []
         self.remote = RemoteShards(HERE, self.peers, LIMITS, self.clock, self.kept.extend)
@@ -141,9 +141,9 @@ TestRemote.settings = settings(max_examples=100, stateful_step_count=30, deadlin
 
 def client(
     faults: dict[str, Fault], limits: ClientLimits = LIMITS
-) -> tuple[RemoteShards, SimulatedCluster, ManualClock]:
+) -> tuple[RemoteShards, SimulatedShards, ManualClock]:
     clock = ManualClock()
-    cluster = SimulatedCluster(NODES, clock, np.random.default_rng(0))
+    cluster = SimulatedShards(NODES, clock, np.random.default_rng(0))
     cluster.faults |= faults
     remote = RemoteShards(
         HERE, Peers(cluster, limits.breaker, clock), limits, clock, lambda records: None

@@ -16,7 +16,7 @@ from rakv_cluster.kv.codec import encode
 from rakv_cluster.store.lmdb_shard import ShardReader, ShardSettings, ShardWriter, WriterSource
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.records import load_item, tiny_record
-from rakv_cluster.testing.simulated_cluster import Fault, SimulatedCluster
+from rakv_cluster.testing.simulated_shards import Fault, SimulatedShards
 
 HERE, THERE = "n0", "n1"
 RECORDS = [tiny_record(number) for number in range(12)]
@@ -29,7 +29,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.clock = ManualClock()
-        self.cluster = SimulatedCluster([HERE, THERE], self.clock, np.random.default_rng(0))
+        self.cluster = SimulatedShards([HERE, THERE], self.clock, np.random.default_rng(0))
         self.writer = ShardWriter(folder, ShardSettings(budget_bytes=8 << 20), self.clock)
         self.store = NodeStore(
             HERE,

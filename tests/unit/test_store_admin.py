@@ -9,7 +9,7 @@ from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.kv.codec import encode
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.records import TINY_NAMESPACE, tiny_record
-from rakv_cluster.testing.simulated_cluster import Fault, SimulatedCluster
+from rakv_cluster.testing.simulated_shards import Fault, SimulatedShards
 
 NODES = ["n0", "n1", "n2"]
 RECORDS = [tiny_record(number) for number in range(10)]
@@ -17,9 +17,9 @@ KEYS = [record.key for record in RECORDS]
 
 
 @pytest.fixture
-def cluster() -> SimulatedCluster:
+def cluster() -> SimulatedShards:
     """Record ``i`` on node ``i % 3``, and record 0 on every node."""
-    cluster = SimulatedCluster(NODES, ManualClock(), np.random.default_rng(0))
+    cluster = SimulatedShards(NODES, ManualClock(), np.random.default_rng(0))
     for number, record in enumerate(RECORDS):
         cluster.hold(NODES[number % 3], encode(record))
     for node in NODES:
@@ -27,11 +27,11 @@ def cluster() -> SimulatedCluster:
     return cluster
 
 
-def admin(cluster: SimulatedCluster) -> StoreAdmin:
+def admin(cluster: SimulatedShards) -> StoreAdmin:
     return StoreAdmin(cluster, lambda: NODES, ManualClock(), batch_keys=4)
 
 
-def test_lookup_tells_who_holds_what(cluster: SimulatedCluster) -> None:
+def test_lookup_tells_who_holds_what(cluster: SimulatedShards) -> None:
     answers = admin(cluster).lookup(KEYS)
     assert {node: set(found) for node, found in answers.items()} == {
         "n0": set(KEYS[0::3]),
@@ -40,25 +40,25 @@ def test_lookup_tells_who_holds_what(cluster: SimulatedCluster) -> None:
     }
 
 
-def test_keys_travel_in_bounded_batches(cluster: SimulatedCluster) -> None:
+def test_keys_travel_in_bounded_batches(cluster: SimulatedShards) -> None:
     admin(cluster).lookup(KEYS)
     assert sorted(len(call.args[0]) for call in cluster.calls) == [2] * 3 + [4] * 6
 
 
-def test_evicted_records_are_gone_everywhere(cluster: SimulatedCluster) -> None:
+def test_evicted_records_are_gone_everywhere(cluster: SimulatedShards) -> None:
     removed = admin(cluster).evict(KEYS[:4])
     assert removed == {"n0": [KEYS[0], KEYS[3]], "n1": KEYS[:2], "n2": [KEYS[0], KEYS[2]]}
     assert not any(set(held) & set(KEYS[:4]) for held in cluster.records.values())
 
 
-def test_clear_removes_a_namespace_and_nothing_else(cluster: SimulatedCluster) -> None:
+def test_clear_removes_a_namespace_and_nothing_else(cluster: SimulatedShards) -> None:
     assert admin(cluster).clear(b"another".ljust(32)) == dict.fromkeys(NODES, 0)
     assert admin(cluster).clear(TINY_NAMESPACE) == {"n0": 4, "n1": 4, "n2": 4}
     assert cluster.records == {node: {} for node in NODES}
 
 
 def test_a_pin_is_held_where_the_record_is_until_its_owner_ends_it(
-    cluster: SimulatedCluster,
+    cluster: SimulatedShards,
 ) -> None:
     store = admin(cluster)
     assert store.pin(KEYS[:2], "me", 60.0) == {"n0": KEYS[:1], "n1": KEYS[:2], "n2": KEYS[:1]}
@@ -66,14 +66,14 @@ def test_a_pin_is_held_where_the_record_is_until_its_owner_ends_it(
     assert store.unpin(KEYS, "me") == {"n0": 1, "n1": 2, "n2": 1}
 
 
-def test_warm_copies_to_the_nodes_named_only(cluster: SimulatedCluster) -> None:
+def test_warm_copies_to_the_nodes_named_only(cluster: SimulatedShards) -> None:
     assert {k: set(v) for k, v in admin(cluster).warm(KEYS, ["n2"]).items()} == {"n2": set(KEYS)}
     assert set(cluster.records["n2"]) == set(KEYS)
     assert len(cluster.records["n1"]) == 4
 
 
 def test_a_node_that_does_not_answer_is_missing_and_is_asked_again_next_time(
-    cluster: SimulatedCluster,
+    cluster: SimulatedShards,
 ) -> None:
     store = admin(cluster)
     cluster.faults["n1"] = Fault.LATE

@@ -39,7 +39,7 @@ class Fault(str, Enum):
     GARBAGE = "garbage"
 
 
-class SimulatedCluster:
+class SimulatedShards:
     """Nodes, their records and their faults. Deterministic given ``rng``."""
 
     def __init__(self, nodes: Sequence[str], clock: ManualClock, rng: np.random.Generator) -> None:
