@@ -8,6 +8,7 @@ must not become a silent default.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.types import ReuseMode
@@ -56,6 +65,12 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", description="address the HTTP server binds")
     port: int = Field(8000, ge=1, le=65535, description="port the HTTP server binds")
+    api_keys_file: Path = Field(
+        Path(), description="file of API keys (see `rakv key`), read again when it changes"
+    )
+    api_keys: SecretStr = Field(
+        SecretStr(""), description="the content of such a file, where there is no file to mount"
+    )
 
     cache_dir: Path = Field(
         Path("~/.cache/rakv"), description="folder for fetched models and, by default, the store"
@@ -93,6 +108,13 @@ class Settings(BaseModel):
     def _consistent(self) -> Settings:
         if self.chunk_min_tokens > self.chunk_max_tokens:
             raise ValueError("chunk_min_tokens is larger than chunk_max_tokens")
+        if self.api_keys_file != Path() and self.api_keys.get_secret_value():
+            raise ValueError("api_keys and api_keys_file are both set; choose one")
+        if not self.has_api_keys and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines: set api_keys_file "
+                "(`rakv key new --file FILE --tenant NAME` makes one)"
+            )
         return self
 
     @property
@@ -107,9 +129,27 @@ class Settings(BaseModel):
         return chosen if chosen != Path() else self.cache_path / "store"
 
     @property
+    def api_keys_path(self) -> Path:
+        """``api_keys_file`` with ``~`` expanded; ``Path()`` if there is none."""
+        return self.api_keys_file.expanduser()
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether callers need a key."""
+        return self.api_keys_file != Path() or bool(self.api_keys.get_secret_value())
+
+    @property
     def threads_per_replica(self) -> int:
         """``threads``, or this machine's cores shared evenly between the replicas."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing but this machine reaches what is bound to ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_settings(

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import rakv_cluster
-from rakv_cluster.cli import ask, demo, models, serve
+from rakv_cluster.cli import ask, demo, keys, models, serve
 from rakv_cluster.errors import RakvError
 
 USAGE_ERROR = 2
@@ -40,6 +40,7 @@ app.command()(serve.settings)
 app.command()(ask.ask)
 app.command()(demo.demo)
 app.add_typer(models.app, name="model")
+app.add_typer(keys.app, name="key")
 
 
 def _version(wanted: bool) -> None:

@@ -16,7 +16,9 @@ import rakv_cluster
 from rakv_cluster import telemetry
 from rakv_cluster.errors import BodyTooLarge, ModelNotFound, NotFound, RakvError, Unavailable
 from rakv_cluster.serving import openai_format
+from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.generation import Update
+from rakv_cluster.serving.http_access import Access, caller_of
 from rakv_cluster.serving.openai_format import ChoiceText, Endpoint, Header, Totals
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
@@ -43,6 +45,7 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
     started = int(service.clock.wall_s())
     model = openai_format.model_body(service.model_name, started, service.card.context_tokens)
     _handle_errors(app)
+    app.add_middleware(Access, gate=service.gate, error_response=_error)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
@@ -99,7 +102,8 @@ class _Exchange:
         """Read, validate, run; errors before the first token become the response's status."""
         body = await _read_body(http, int(self._service.settings.body_limit_bytes))
         request = parse(kind, body)
-        prepared = await self._service.prepare(request)
+        caller = caller_of(http)
+        prepared = await self._service.prepare(request, caller)
         totals = Totals(prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms)
         prefix = "chatcmpl" if self._endpoint == "chat" else "cmpl"
         header = Header(
@@ -109,8 +113,8 @@ class _Exchange:
             self._service.model_name,
         )
         if not request.stream:
-            return await self._whole(request, prepared, header, totals)
-        updates = self._updates(prepared, totals)
+            return await self._whole(request, prepared, caller, header, totals)
+        updates = self._updates(prepared, caller, totals)
         # Awaited here, so that a refusal still has its status code.
         first = await anext(updates)
         return StreamingResponse(
@@ -120,10 +124,15 @@ class _Exchange:
         )
 
     async def _whole(
-        self, request: GenerationRequest, prepared: Prepared, header: Header, totals: Totals
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        caller: Caller,
+        header: Header,
+        totals: Totals,
     ) -> Response:
         choices = {choice.index: ChoiceText() for choice in prepared.choices}
-        async with aclosing(self._updates(prepared, totals)) as updates:
+        async with aclosing(self._updates(prepared, caller, totals)) as updates:
             async for update in updates:
                 choices[update.index].add(update)
         body = openai_format.full_body(
@@ -170,7 +179,9 @@ class _Exchange:
             yield _event(openai_format.usage_body(header, totals, self._elapsed_ms()))
         yield _DONE
 
-    async def _updates(self, prepared: Prepared, totals: Totals) -> AsyncGenerator[Update, None]:
+    async def _updates(
+        self, prepared: Prepared, caller: Caller, totals: Totals
+    ) -> AsyncGenerator[Update, None]:
         """The run's updates, counted."""
         status = "cancelled"
         self._metrics.in_flight.inc()
@@ -188,7 +199,9 @@ class _Exchange:
         finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(self._endpoint, status).inc()
-            self._metrics.output_tokens.inc(sum(totals.output_tokens.values()))
+            output_tokens = sum(totals.output_tokens.values())
+            self._service.gate.charge_tokens(caller, totals.prompt_tokens + output_tokens)
+            self._metrics.output_tokens.inc(output_tokens)
             for source, count in totals.sources().items():
                 self._metrics.prompt_tokens.labels(source).inc(count)
 

@@ -17,6 +17,7 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from rakv_cluster.model.card import ModelCard
+from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
 from rakv_cluster.serving.generation import Choice, Update, run_choices
 from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, GenerationRequest
@@ -57,13 +58,11 @@ class Service:
         self.backend = backend
         self.card = card
         self.clock = clock
+        self.gate = Gate(settings, clock)
         self._renderer = renderer
         self._cuts = cuts
         self._seeds = seeds
         self._limits = ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens)
-        # One tenant until keys exist (DESIGN.md section 10): the salt is the server's, never the
-        # client's.
-        self._namespace = namespace(card.digest, b"")
         self.token_bytes = renderer.token_bytes
 
     @property
@@ -71,11 +70,16 @@ class Service:
         """The name clients use."""
         return self.settings.served_model_name or self.card.model_id
 
-    async def prepare(self, request: GenerationRequest) -> Prepared:
+    def namespace(self, caller: Caller) -> bytes:
+        """Where the KV of this caller's prompts is: the salt is the server's, never the client's,
+        so that no tenant ever hits what another one stored."""
+        return namespace(self.card.digest, caller.salt)
+
+    async def prepare(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Prepared:
         """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
         self._check(request)
         started_s = self.clock.monotonic_s()
-        prompt = await self._prompt(request)
+        prompt = await self._prompt(request, self.namespace(caller))
         tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         max_tokens = self._output_limit(request, len(prompt.token_ids), field)
@@ -95,6 +99,7 @@ class Service:
                     reuse=reuse,
                     top_logprobs=request.alternatives,
                     timeout_s=self.settings.request_timeout_s,
+                    tenant=caller.tenant,
                 ),
                 tuple(request.stop),
             )
@@ -134,7 +139,7 @@ class Service:
                     field=field,
                 )
 
-    async def _prompt(self, request: GenerationRequest) -> ChunkedPrompt:
+    async def _prompt(self, request: GenerationRequest, ns: bytes) -> ChunkedPrompt:
         documents = [Document(d.text, d.id) for d in request.documents]
         characters = sum(len(document.text) for document in documents)
         if isinstance(request, ChatRequest):
@@ -153,7 +158,7 @@ class Service:
             raise TypeError(f"no prompt in a {type(request).__name__}")
 
         def chunked() -> ChunkedPrompt:
-            return chunk_prompt(self._namespace, segments(), self._cuts, self._limits)
+            return chunk_prompt(ns, segments(), self._cuts, self._limits)
 
         if characters <= _INLINE_CHARACTERS:
             return chunked()
