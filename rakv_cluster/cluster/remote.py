@@ -7,6 +7,7 @@ batch per shard at a time, and verifies all it gets.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,16 +108,31 @@ class RemoteShards:
         return outcomes
 
     def fetch(self, keys: Sequence[bytes]) -> dict[bytes, EncodedRecord]:
-        """Bytes of records that :meth:`find` found, within the deadline; not verified."""
-        deadline_s = self._clock.monotonic_s() + self._limits.load_timeout_s
+        """Bytes of records that :meth:`find` found; not verified.
+
+        A shard has ``load_timeout_s`` for a batch and is not asked for more when it was late; all
+        together may take as much longer as the bytes take at ``load_floor_bytes_per_s``.
+        """
         with self._lock:
             waiting = self._known_routes(keys)
+        limits = self._limits
+        size_bytes = sum(route.stored_bytes for route in waiting.values())
+        allowed_s = limits.load_timeout_s + size_bytes / limits.load_floor_bytes_per_s
+        deadline_s = self._clock.monotonic_s() + allowed_s
         records: dict[bytes, EncodedRecord] = {}
-        while waiting and self._clock.monotonic_s() < deadline_s:
+        while waiting and (now_s := self._clock.monotonic_s()) < deadline_s:
             wave = self._next_wave(waiting)
-            records |= self._read(wave, deadline_s)
-            taken = {key for keys in wave.values() for key in keys}
-            waiting = {key: route for key, route in waiting.items() if key not in taken}
+            batch_deadline_s = min(deadline_s, now_s + limits.load_timeout_s)
+            answers = self._ask("read", wave, batch_deadline_s, parse_records)
+            for call, answer in answers:
+                records |= {key: row for key, row in answer.items() if key in wave[call.node]}
+            asked = {key for keys in wave.values() for key in keys}
+            answered = {call.node for call, _ in answers}
+            waiting = {
+                key: route
+                for key, route in waiting.items()
+                if key not in asked and route.shard in answered
+            }
         return records
 
     def counters(self) -> dict[str, int]:
@@ -138,7 +154,11 @@ class RemoteShards:
             groups.setdefault(shard, []).append(key)
         found: dict[bytes, Found] = {}
         for call, answer in self._ask("find", groups, deadline_s, parse_found):
-            found |= {key: row for key, row in answer.items() if key in groups[call.node]}
+            found |= {
+                key: dataclasses.replace(row, tier=Tier.REMOTE)
+                for key, row in answer.items()
+                if key in groups[call.node]
+            }
         with self._lock:
             for key, shard in shards.items():
                 self._routes.pop(key, None)
@@ -159,14 +179,6 @@ class RemoteShards:
             if room[route.shard] >= 0 or route.shard not in wave:
                 wave.setdefault(route.shard, []).append(key)
         return wave
-
-    def _read(
-        self, wave: Mapping[str, Sequence[bytes]], deadline_s: float
-    ) -> dict[bytes, EncodedRecord]:
-        records: dict[bytes, EncodedRecord] = {}
-        for call, answer in self._ask("read", wave, deadline_s, parse_records):
-            records |= {key: row for key, row in answer.items() if key in wave[call.node]}
-        return records
 
     def _ask(
         self,
@@ -195,7 +207,7 @@ class RemoteShards:
         return {key: self._routes[key] for key in keys if key in self._routes}
 
     def _decode(self, item: LoadItem, records: Mapping[bytes, EncodedRecord]) -> Loaded:
-        miss = Loaded(ok=False, tier=Tier.DISK)
+        miss = Loaded(ok=False, tier=Tier.REMOTE)
         record = records.get(item.key)
         if record is None:
             return miss
@@ -209,4 +221,4 @@ class RemoteShards:
         except CorruptRecord:
             self._counters.add("remote_damaged")
             return miss
-        return Loaded(ok=True, tier=Tier.DISK, stored_bytes=record.nbytes)
+        return Loaded(ok=True, tier=Tier.REMOTE, stored_bytes=record.nbytes)

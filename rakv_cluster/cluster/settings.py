@@ -29,13 +29,15 @@ class ShardLimits:
 class ClientLimits:
     """Of one process's :class:`~rakv_cluster.cluster.store_client.NodeStore`.
 
-    ``lookup_timeout_s`` bounds what a find may wait for other nodes, ``load_timeout_s`` a load;
-    past it the records count as misses. Records travel in batches of ``batch_bytes``; so many
+    ``lookup_timeout_s`` bounds what a find may wait for other nodes, ``load_timeout_s`` one batch
+    of a load; past it the records count as misses, as does what does not come at
+    ``load_floor_bytes_per_s`` altogether. Records travel in batches of ``batch_bytes``; so many
     batches that were loaded from other nodes wait at most to fill this node's shard.
     """
 
     lookup_timeout_s: float = 0.25
     load_timeout_s: float = 2.0
+    load_floor_bytes_per_s: float = 20e6
     write_timeout_s: float = 10.0
     batch_bytes: int = 4 << 20
     fill_batches: int = 32

@@ -19,6 +19,7 @@ from rakv_cluster.kv.codec import EncodedRecord, encode
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.records import load_item, tiny_record
 from rakv_cluster.testing.simulated_shards import Fault, SimulatedShards
+from rakv_cluster.types import Tier
 
 HERE = "n0"
 NODES = [HERE, "n1", "n2", "n3"]
@@ -82,6 +83,7 @@ class RemoteMachine(RuleBasedStateMachine):
         for record in records:
             holders = {n for n in NODES if record.key in self.cluster.records[n]}
             if record.key in found:
+                assert found[record.key].tier is Tier.REMOTE
                 assert holders - {HERE}
                 assert found[record.key].token_ids == record.token_ids
 
@@ -173,6 +175,19 @@ def test_one_broken_shard_takes_only_its_own_keys_with_it(fault: Fault) -> None:
     found = remote.find([record.key for record in RECORDS])
     assert set(found) == {record.key for record in wanted}
     assert all(loaded.ok for loaded in remote.load([load_item(record) for record in wanted]))
+
+
+def test_a_shard_that_is_late_once_is_not_asked_for_the_rest_of_a_load() -> None:
+    remote, cluster, clock = client({}, dataclasses.replace(LIMITS, remembered_routes=100))
+    for record in RECORDS:
+        cluster.hold("n1", ENCODED[record.key])
+    remote.find([record.key for record in RECORDS])
+    cluster.faults["n1"] = Fault.LATE
+    cluster.calls.clear()
+    before_s = clock.monotonic_s()
+    assert not any(loaded.ok for loaded in remote.load([load_item(r) for r in RECORDS]))
+    assert clock.monotonic_s() - before_s == LIMITS.load_timeout_s
+    assert len(cluster.calls) == 1
 
 
 def test_a_single_node_asks_nobody() -> None:
