@@ -182,7 +182,10 @@ class Nodes:
     def see_each_other(self) -> bool:
         """Whether every shard and every asker knows all nodes."""
         ids = tuple(sorted(self.id(name) for name in self._raylets))
-        return all(self.info(name).nodes == ids for name in self._raylets)
+        try:
+            return all(self.info(name).nodes == ids for name in self._raylets)
+        except (ValueError, RayError):  # not there yet, or just gone
+            return False
 
     def close(self) -> None:
         stop_cluster_store(self.settings)
