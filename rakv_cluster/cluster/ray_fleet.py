@@ -77,13 +77,14 @@ class ManagerActor:
     def __init__(self, settings: ClusterStoreSettings) -> None:
         self._manager = NodeManager(RayFleet(settings), settings.manager, SystemClock())
         self._poll_s = settings.manager.poll_s
+        self._members: tuple[str, ...] = ()  # the manager itself belongs to the thread
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rakv-node-manager", daemon=True)
         self._thread.start()
 
     def members(self) -> tuple[str, ...]:
         """Nodes whose shard serves."""
-        return self._manager.members
+        return self._members
 
     def stop(self) -> bool:
         """End every shard, for good."""
@@ -96,6 +97,7 @@ class ManagerActor:
         while not self._ending.is_set():
             try:
                 self._manager.step()
+                self._members = self._manager.members
             except RayError:
                 # The control plane is away for a moment; shards go on without their manager.
                 _log.exception("node manager could not look at the cluster")
