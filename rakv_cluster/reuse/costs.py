@@ -97,8 +97,12 @@ class Costs:
     _loads: dict[Tier, _LoadRate] = field(default_factory=dict)
 
     def observe_prefill(self, start: int, rows: int, ms: float) -> None:
-        """A step computed ``rows`` prompt tokens from position ``start`` in ``ms``."""
-        if rows > 0:
+        """A step computed ``rows`` prompt tokens from position ``start`` in ``ms``.
+
+        Nothing is learned from no time at all (streams beside the prompt seemed to take it all):
+        a rate of zero would promise endless rows.
+        """
+        if rows > 0 and ms > 0:
             _learn(self._prefill, (_row_bucket(rows), _context_bucket(start)), ms / rows)
 
     def observe_decode(self, rows: int, ms: float) -> None:
