@@ -87,6 +87,15 @@ class Settings(BaseModel):
     chunk_min_tokens: Count = Field(64, description="a chunk is not cut before this length")
     chunk_max_tokens: Count = Field(256, description="a chunk is always cut at this length")
 
+    default_speculation: Literal["auto", "off", "1", "2", "4", "8"] = Field(
+        "auto", description="`speculation` of requests that do not say"
+    )
+    speculation_governor: Literal["bucket", "strict", "throughput"] = Field(
+        "bucket",
+        description="what drafts may lose: 1% of 1,000 tokens and 5% of a request; 1% of every "
+        "request; anything",
+    )
+
     kv_budget_bytes: Bytes = Field(
         ByteSize(2 * GIB), description="KV of running requests, per replica"
     )

@@ -7,17 +7,18 @@ shell that other threads talk to.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import replace
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.admission import check_request
+from rakv_cluster.engine.advancing import Advancer
 from rakv_cluster.engine.checks import check_state
+from rakv_cluster.engine.drafting import DraftedStep, Drafting
 from rakv_cluster.engine.emission import Emitter
 from rakv_cluster.engine.keeping import Keeper
+from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.prefixes import Prefixes
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.scheduler import (
@@ -33,17 +34,15 @@ from rakv_cluster.engine.scheduler import (
 from rakv_cluster.engine.sequence import Phase, Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import Counters, EngineStats
-from rakv_cluster.engine.stepper import Part, Stepper
+from rakv_cluster.engine.stepper import Stepper
 from rakv_cluster.kv.buffer import BufferPool
-from rakv_cluster.model.sampling import Choice
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.types import FinishReason, Tier
-
-log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -53,6 +52,7 @@ class EngineCore:
         self,
         runner: Runner,
         store: ChunkStore,
+        speculator: Speculator,
         *,
         cuts: CutTable,
         limits: ChunkLimits,
@@ -108,6 +108,15 @@ class EngineCore:
             settings.max_step_tokens, settings.min_prefill_tokens, settings.decode_gap_factor
         )
         self._tenants = TenantShares()
+        self._drafting = Drafting(speculator, max_step_tokens=settings.max_step_tokens)
+        self._advancer = Advancer(
+            self._stepper,
+            self._drafting,
+            self._emitter,
+            counters=self._counters,
+            tenants=self._tenants,
+            clock=clock,
+        )
         self._waiting: list[Sequence] = []
         self._active: dict[int, Sequence] = {}
         self._open: dict[str, Sequence] = {}
@@ -175,7 +184,8 @@ class EngineCore:
         self._grow()
         shares = self._plan()
         if shares:
-            self._run([(self._active[share.arrival], share.tokens) for share in shares])
+            parts = [Part(self._active[share.arrival], share.tokens) for share in shares]
+            self._run(self._drafting.draft(parts))
             self._keep_one()
         return bool(shares) or advanced
 
@@ -300,59 +310,13 @@ class EngineCore:
         costs = self._costs.view(self._clock.monotonic_s())
         return plan_step(candidates, self._tenants.served, self._limits, costs)
 
-    def _run(self, parts: Many[Part]) -> None:
-        """One step. If it fails, its sequences run one by one, and only those that fail end."""
-        if self._try(parts) is None:
-            self._failed_steps = 0
-            return
-        errors = [self._try([part]) for part in parts]
-        self._failed_steps = 0 if None in errors else self._failed_steps + 1
-        for (sequence, _), error in zip(parts, errors, strict=True):
-            if error is not None:
-                self._end(sequence.request.request_id, FinishReason.ERROR, _describe(error))
-
-    def _try(self, parts: Many[Part]) -> Exception | None:
-        """Compute and apply; the error if computing failed, in which case nothing has changed."""
-        try:
-            choices = self._stepper.compute(parts)
-        except Exception as error:  # out of memory and kernel errors come as any type
-            self._counters.step_failures += 1
-            log.warning("a step of %d sequences failed", len(parts), exc_info=True)
-            return error
-        self._apply(parts, choices)
-        return None
-
-    def _apply(self, parts: Many[Part], choices: Many[Choice]) -> None:
-        """Advance lengths, emit tokens; clean up after all of a step's tokens are out."""
-        now_s = self._clock.monotonic_s()
-        self._counters.steps += 1
-        upcoming = iter(choices)
-        ended: list[Sequence] = []
-        for sequence, tokens in parts:
-            if sequence.buffer is None:
-                raise AssertionError("a running sequence has a buffer")
-            chosen = tokens == sequence.remaining
-            sequence.buffer.length += tokens
-            self._counters.computed_tokens += tokens
-            self._tenants.charge(sequence.request.tenant, tokens)
-            if chosen and self._take(sequence, next(upcoming), now_s):
-                ended.append(sequence)
-        for sequence in ended:
+    def _run(self, step: DraftedStep) -> None:
+        outcome = self._advancer.run(step)
+        self._failed_steps = 0 if outcome.healthy else self._failed_steps + 1
+        for sequence, error in outcome.failed:
+            self._end(sequence.request.request_id, FinishReason.ERROR, error)
+        for sequence in outcome.ended:
             self._close(sequence)
-
-    def _take(self, sequence: Sequence, choice: Choice, now_s: float) -> bool:
-        """Take a chosen token; whether the request ended with it."""
-        request = sequence.request
-        if sequence.first_token_s < 0:
-            sequence.first_token_s = now_s
-        if choice.token_id in request.stop_token_ids:
-            self._emitter.emit(sequence, finish=FinishReason.STOP, stop_token_id=choice.token_id)
-            return True
-        sequence.append(choice.token_id)
-        self._counters.output_tokens += 1
-        finish = FinishReason.LENGTH if sequence.output_tokens >= request.max_tokens else None
-        delivered = self._emitter.emit(sequence, choice=choice, finish=finish)
-        return finish is not None or not delivered
 
     def _keep_one(self) -> None:
         """Copy at most one finished chunk of one stream towards the store."""
@@ -378,13 +342,9 @@ class EngineCore:
                 self._keeper.keep_rest(sequence, self._costs.view(self._clock.monotonic_s()))
             self._leave(sequence, poisoned=failed)
         sequence.phase = Phase.DONE
+        self._drafting.finish(sequence)
         self._tenants.leave(sequence.request.tenant)
         del self._open[sequence.request.request_id]
         self._closed(sequence.request.request_id)
         self._counters.ram_tokens += sequence.reused.get(Tier.RAM, 0)
         self._counters.disk_tokens += sequence.disk_tokens
-
-
-def _describe(error: Exception) -> str:
-    """What a client may know of a failed forward."""
-    return f"the model could not compute this request ({type(error).__name__})"

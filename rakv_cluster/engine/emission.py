@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Many
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent
@@ -25,18 +26,22 @@ class Emitter:
         self,
         sequence: Sequence,
         *,
-        choice: Choice | None = None,
+        taken: Many[Choice] = (),
         finish: FinishReason | None = None,
         stop_token_id: int = -1,
         error: str = "",
     ) -> bool:
-        """Send one event, with the token of ``choice`` if any; False if the sink is broken."""
+        """Send one event, with the tokens of ``taken`` if any; False if the sink is broken."""
         wants_stats = finish is not None or not sequence.stats_sent
         sequence.stats_sent = True
         event = EngineEvent(
             request_id=sequence.request.request_id,
-            token_ids=() if choice is None else (choice.token_id,),
-            logprobs=_logprobs(choice),
+            token_ids=tuple(choice.token_id for choice in taken),
+            logprobs=tuple(
+                TokenLogprob(choice.token_id, choice.logprob, choice.top)
+                for choice in taken
+                if choice.logprob is not None
+            ),
             finish=finish,
             stop_token_id=stop_token_id,
             stats=sequence.stats(self._clock.monotonic_s()) if wants_stats else None,
@@ -51,9 +56,3 @@ class Emitter:
             log.exception("the sink of request %s failed", sequence.request.request_id)
             return False
         return True
-
-
-def _logprobs(choice: Choice | None) -> tuple[TokenLogprob, ...]:
-    if choice is None or choice.logprob is None:
-        return ()
-    return (TokenLogprob(choice.token_id, choice.logprob, choice.top),)

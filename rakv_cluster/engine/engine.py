@@ -15,6 +15,7 @@ from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.workers import ThreadWorkers
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Engine:
         self,
         runner: Runner,
         store: ChunkStore,
+        speculator: Speculator,
         *,
         cuts: CutTable,
         limits: ChunkLimits,
@@ -60,6 +62,7 @@ class Engine:
         self._core = EngineCore(
             runner,
             store,
+            speculator,
             cuts=cuts,
             limits=limits,
             settings=settings,

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import torch
 
 from rakv_cluster.engine.sequence import Sequence
 from rakv_cluster.model.step import Span, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A sequence's rows in a step: its next ``tokens`` known tokens, then ``drafts`` to verify.
+
+    Only a part that reaches the last known token has drafts.
+    """
+
+    sequence: Sequence
+    tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward."""
+        return self.tokens + len(self.drafts)
+
+    @property
+    def choices(self) -> int:
+        """Rows whose logits choose a token: from the last known token on."""
+        return 1 + len(self.drafts) if self.tokens == self.sequence.remaining else 0
+
+    @property
+    def plain(self) -> Part:
+        """The same without drafts."""
+        return Part(self.sequence, self.tokens)
 
 
 class StepPacker:
@@ -23,27 +51,29 @@ class StepPacker:
         self._tokens_view = self._token_ids.numpy()
         self._positions_view = self._positions.numpy()
         self._rows_view = self._logit_rows.numpy()
-        self._all_positions = torch.arange(context_tokens, dtype=torch.int64).numpy()
+        # Positions, and row numbers too.
+        longest = max(context_tokens, max_tokens)
+        self._all_positions = torch.arange(longest, dtype=torch.int64).numpy()
 
-    def pack(self, parts: Many[tuple[Sequence, int]]) -> Step:
-        """The next ``tokens`` tokens of each sequence behind its verified KV.
-
-        Logits are asked for where that reaches the sequence's last known token.
-        """
+    def pack(self, parts: Many[Part]) -> Step:
+        """Each part's tokens behind its sequence's verified KV, and the logits that choose."""
         row, wanted = 0, 0
         spans: list[Span] = []
-        for sequence, tokens in parts:
-            buffer = sequence.buffer
+        for part in parts:
+            sequence, buffer = part.sequence, part.sequence.buffer
             if buffer is None:
                 raise ValueError(f"request {sequence.request.request_id} has no KV buffer")
-            first, stop = buffer.length, buffer.length + tokens
-            self._tokens_view[row : row + tokens] = sequence.ids[first:stop]
-            self._positions_view[row : row + tokens] = self._all_positions[first:stop]
-            spans.append(Span(buffer, row, row + tokens, first, stop - 1))
-            row += tokens
-            if stop == sequence.count:
-                self._rows_view[wanted] = row - 1
-                wanted += 1
+            first, stop = buffer.length, buffer.length + part.rows
+            known, end = row + part.tokens, row + part.rows
+            self._tokens_view[row:known] = sequence.ids[first : first + part.tokens]
+            if part.drafts:
+                self._tokens_view[known:end] = part.drafts
+            self._positions_view[row:end] = self._all_positions[first:stop]
+            spans.append(Span(buffer, row, end, first, stop - 1))
+            choices = part.choices
+            self._rows_view[wanted : wanted + choices] = self._all_positions[end - choices : end]
+            wanted += choices
+            row = end
         return Step(
             token_ids=self._token_ids[:row],
             positions=self._positions[:row],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.types import (
     ChunkedPrompt,
     FinishReason,
@@ -21,6 +22,7 @@ class EngineRequest:
     stop *strings* are the ingress's business, which cancels. ``forced_ids`` were already sent to
     the client by a replica that died: they are prefilled as output, not emitted again.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
+    ``speculation`` changes how fast tokens come, never which.
     """
 
     request_id: str
@@ -34,6 +36,19 @@ class EngineRequest:
     forced_ids: tuple[int, ...] = ()
     timeout_s: float = 600.0
     tenant: str = ""
+    speculation: SpeculationMode = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedBlocks:
+    """``steps`` decode steps checked ``drafted`` tokens each, and ``accepted`` of them were right.
+
+    Plain steps are those with ``drafted`` 0.
+    """
+
+    drafted: int
+    accepted: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,8 @@ class RequestStats:
     from the disk of this node or, over the network, of another. Durations are on the engine's
     clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
     first forward to the first token, ``decode_ms`` from there on.
+    ``blocks`` are the decode steps by drafts and acceptance; steps shared with other requests'
+    prompts draft nothing and are not among them.
     """
 
     prompt_tokens: int = 0
@@ -55,11 +72,35 @@ class RequestStats:
     load_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    blocks: tuple[VerifiedBlocks, ...] = ()
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return self.ram_tokens + self.disk_tokens
+
+    @property
+    def steps_by_drafts(self) -> dict[int, int]:
+        """Decode steps by number of drafts: the K histogram."""
+        steps: dict[int, int] = {}
+        for block in self.blocks:
+            steps[block.drafted] = steps.get(block.drafted, 0) + block.steps
+        return steps
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that were right."""
+        return sum(block.accepted * block.steps for block in self.blocks)
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Share of the drafts at each place of their block, from the first, that were accepted."""
+        rates = []
+        for place in range(max((block.drafted for block in self.blocks), default=0)):
+            tried = [block for block in self.blocks if block.drafted > place]
+            right = sum(block.steps for block in tried if block.accepted > place)
+            rates.append(right / sum(block.steps for block in tried))
+        return tuple(rates)
 
 
 @dataclass(frozen=True, slots=True)

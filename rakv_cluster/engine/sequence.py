@@ -8,10 +8,11 @@ from enum import Enum
 
 import numpy as np
 
-from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.reuse.assembly import LoadJob
+from rakv_cluster.speculation.speculator import Speculation
 from rakv_cluster.types import ChunkedPrompt, ReuseMode, Tier
 
 Sink = Callable[[EngineEvent], None]
@@ -60,6 +61,7 @@ class Sequence:
     first_forward_s: float = -1.0
     first_token_s: float = -1.0
     stats_sent: bool = False
+    speculation: Speculation | None = None
 
     @classmethod
     def create(
@@ -120,6 +122,11 @@ class Sequence:
         """When it must have ended, on the engine's clock."""
         return self.submitted_s + self.request.timeout_s
 
+    @property
+    def known_ids(self) -> np.ndarray:
+        """Prompt, forced and generated tokens: a view."""
+        return self.ids[: self.count]
+
     def append(self, token_id: int) -> None:
         """Take a chosen token into the output."""
         self.ids[self.count] = token_id
@@ -153,4 +160,12 @@ class Sequence:
             load_ms=self.load_ms,
             prefill_ms=(token - forward) * 1e3 if forward >= 0 else 0.0,
             decode_ms=max(now_s - token, 0.0) * 1e3,
+            blocks=_blocks(self.speculation) if self.speculation is not None else (),
         )
+
+
+def _blocks(speculation: Speculation) -> tuple[VerifiedBlocks, ...]:
+    return tuple(
+        VerifiedBlocks(drafted, accepted, steps)
+        for (drafted, accepted), steps in sorted(speculation.blocks.items())
+    )

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from rakv_cluster.clock import Clock
-from rakv_cluster.engine.packing import StepPacker
-from rakv_cluster.engine.sequence import Sequence
+from rakv_cluster.engine.packing import Part, StepPacker
 from rakv_cluster.kv.buffer import BufferPool
 from rakv_cluster.model.sampling import Choice, RuleRow, choose
 from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.speculation.verification import block_rows
 
 _CALIBRATION_ROWS = (1, 1, 16, 64, 64, 256)
-_NO_STOPS: frozenset[int] = frozenset()
 
-Part = tuple[Sequence, int]
-"""A sequence and how many of its next tokens a step computes."""
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward gave: the choices of each part, in order, and how long it all took."""
+
+    choices: tuple[tuple[Choice, ...], ...]
+    ms: float
 
 
 class Stepper:
@@ -32,30 +38,23 @@ class Stepper:
         self._max_step_tokens = max_step_tokens
         self._packer = StepPacker(max_step_tokens, runner.context_tokens)
 
-    def compute(self, parts: Many[Part]) -> list[Choice]:
-        """One forward; a choice for each part that reaches its sequence's last known token.
+    def compute(self, parts: Many[Part]) -> Computed:
+        """One forward; choices for each part that reaches its sequence's last known token.
 
         Raises whatever the model raises (out of memory, for one); slots behind the verified
         lengths may have been written then, which the next attempt overwrites.
         """
         began_s = self._clock.monotonic_s()
-        for sequence, _ in parts:
-            if sequence.first_forward_s < 0:
-                sequence.first_forward_s = began_s
+        for part in parts:
+            if part.sequence.first_forward_s < 0:
+                part.sequence.first_forward_s = began_s
         logits = self._runner.forward(self._packer.pack(parts))
-        rows = [
-            RuleRow(
-                rule=sequence.rule,
-                position=sequence.count,
-                banned=_banned(sequence),
-                top_logprobs=sequence.request.top_logprobs,
-            )
-            for sequence, tokens in parts
-            if tokens == sequence.remaining
-        ]
-        choices = choose(logits, rows) if rows else []
-        self._observe(parts, (self._clock.monotonic_s() - began_s) * 1e3)
-        return choices
+        rows = [row for part in parts for row in _rule_rows(part)]
+        choices = iter(choose(logits, rows) if rows else ())
+        by_part = tuple(tuple(islice(choices, part.choices)) for part in parts)
+        ms = (self._clock.monotonic_s() - began_s) * 1e3
+        self._observe(parts, ms)
+        return Computed(by_part, ms)
 
     def calibrate(self, pool: BufferPool) -> None:
         """Run a few forwards of sequence-less rows on scratch memory and learn their costs."""
@@ -71,8 +70,11 @@ class Stepper:
             pool.release(buffer)
 
     def _observe(self, parts: Many[Part], ms: float) -> None:
-        singles = sum(1 for _, tokens in parts if tokens == 1)
-        prompts = [(sequence.length, tokens) for sequence, tokens in parts if tokens > 1]
+        """Drafting steps are no one-token steps: what they cost is the speculator's business."""
+        if any(part.drafts for part in parts):
+            return
+        singles = sum(1 for part in parts if part.tokens == 1)
+        prompts = [(part.sequence.length, part.tokens) for part in parts if part.tokens > 1]
         if not prompts:
             self._costs.observe_decode(singles, ms)
             return
@@ -98,6 +100,24 @@ class Stepper:
             self._costs.observe_prefill(0, rows, ms)
 
 
-def _banned(sequence: Sequence) -> frozenset[int]:
-    request = sequence.request
-    return request.stop_token_ids if sequence.output_tokens < request.min_tokens else _NO_STOPS
+def _rule_rows(part: Part) -> list[RuleRow]:
+    """The rule's view of each row that chooses: drafts in front of a row count as emitted."""
+    if not part.choices:
+        return []
+    sequence, request = part.sequence, part.sequence.request
+    rows = block_rows(
+        part.drafts,
+        output_tokens=sequence.output_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )
+    return [
+        RuleRow(
+            rule=sequence.rule,
+            position=sequence.prompt_tokens + row.output_index,
+            pending=row.pending,
+            banned=row.banned,
+            top_logprobs=request.top_logprobs,
+        )
+        for row in rows
+    ]

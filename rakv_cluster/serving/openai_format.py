@@ -97,6 +97,11 @@ class Totals:
         return {
             "reuse": self.reuse.value,
             "tokens": self.sources(),
+            "speculation": {
+                "steps_by_drafts": {str(k): n for k, n in stats.steps_by_drafts.items()},
+                "acceptance_by_position": [round(x, 4) for x in stats.acceptance_by_position],
+                "accepted_tokens": stats.accepted_tokens,
+            },
             "timings_ms": {
                 "tokenize": round(self.tokenize_ms, 3),
                 "queue": round(stats.queue_ms, 3),

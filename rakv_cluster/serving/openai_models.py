@@ -85,6 +85,7 @@ class GenerationRequest(_Strict):
     model: str = ""
     documents: list[DocumentIn] = Field(default_factory=list)
     reuse: Literal["exact", "off"] | None = None
+    speculation: Literal["auto", "off", "1", "2", "4", "8"] | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)

@@ -17,6 +17,11 @@ from rakv_cluster.errors import Unavailable
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.serving.bridge import EventBridge
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostIdentity, machine_name
+from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+from rakv_cluster.speculation.self_benchmark import seeded_costs
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 
 
@@ -31,6 +36,7 @@ class Replica:
         self._engine = Engine(
             model.runner,
             store,
+            _speculator(model, settings, clock),
             cuts=CutTable.from_tokenizer(model.tokenizer),
             limits=ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens),
             settings=engine_settings(settings),
@@ -90,3 +96,11 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_waiting=settings.max_waiting,
         max_step_tokens=settings.step_token_budget,
     )
+
+
+def _speculator(model: LoadedModel, settings: Settings, clock: Clock) -> Speculator:
+    """With this machine's step costs, measured if they are not known yet (some seconds)."""
+    identity = CostIdentity(machine_name(), model.card.digest.hex(), model.card.numeric_class)
+    table = seeded_costs(model.runner, identity, cache_dir=settings.cache_path, clock=clock)
+    governor = GovernorSettings(GovernorMode(settings.speculation_governor))
+    return Speculator(table, ControllerSettings(governor=governor), clock)

@@ -140,6 +140,13 @@ class StepResult:
     plain_steps: tuple[int, ...]
 
 
+def book_setup(replica: ReplicaState, request: RequestState, ms: float) -> None:
+    """Book what it took to get a request's drafter ready."""
+    for ledger in (replica.ledger, request.ledger):
+        ledger.overspend_ms += ms
+    replica.ledger.debt_ms += ms
+
+
 def may_draft(
     settings: ControllerSettings,
     replica: ReplicaState,

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,11 @@ class ArmCosts:
     chosen_ms: float
     arm_ms: tuple[float, ...]
 
+    @property
+    def known(self) -> bool:
+        """Whether the chosen step's cost was ever measured."""
+        return math.isfinite(self.chosen_ms)
+
     @classmethod
     def of(cls, costs: StepCosts, *, base_rows: int, chosen: int) -> ArmCosts:
         """For one sequence of a step, the others left at one row each."""
@@ -125,7 +131,8 @@ class _Cell:
 
 
 class CostTable:
-    """Measured columns, kept current by :meth:`observe`. Used by one thread.
+    """Measured columns, kept current by :meth:`observe`, which belongs to one thread; any thread
+    may read costs.
 
     A wide step says nothing about its base: were it to move base or level, a ratio that is wrongly
     small would slow the base down with it and never be found out.
@@ -207,7 +214,7 @@ class CostTable:
             return cell.value
         if not self._bases:
             return math.inf
-        donor = min(self._bases, key=lambda other: _distance(column, other))
+        donor = min(tuple(self._bases), key=lambda other: _distance(column, other))
         as_wide = self._measured_ratio(donor, self._base_rows(column))
         return self._bases[donor].value * (as_wide if math.isfinite(as_wide) else 1.0)
 
@@ -220,7 +227,7 @@ class CostTable:
         base_rows = self._base_rows(column)
         donors = [
             (other, wide / narrow)
-            for other in self._ratios
+            for other in tuple(self._ratios)
             if math.isfinite(wide := self._measured_ratio(other, rows))
             and math.isfinite(narrow := self._measured_ratio(other, base_rows))
         ]
@@ -281,6 +288,18 @@ def _distance(column: Column, other: Column) -> tuple[float, float]:
     return (batch, context)
 
 
+def machine_name() -> str:
+    """This kind of machine: processor and number of usable cores. Not the host's name, which a
+    container draws anew."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    processor = models[0] if models else platform.processor() or platform.machine()
+    return f"{processor} x{len(os.sched_getaffinity(0))}"
+
+
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
     """What measured costs hold for: anything that differs makes them someone else's."""
@@ -317,9 +336,3 @@ def load_costs(path: Path, identity: CostIdentity, buckets: CostBuckets) -> Cost
     except (OSError, ValueError, KeyError, TypeError):
         pass  # the empty table says it
     return CostTable(buckets)
-
-
-def observe_all(table: CostTable, samples: Iterable[CostSample]) -> None:
-    """Feed a self-benchmark's samples to a table."""
-    for sample in samples:
-        table.observe(sample)

@@ -133,40 +133,34 @@ class AcceptanceTracker:
         """For each of ``count`` drafts of a guess made now, its chance of being accepted."""
         return survivals(self.hazards, self._replica, self.context(match_tokens), count)
 
-    def observe(
-        self,
-        drafts: Sequence[int],
-        match_tokens: int,
-        emitted: Sequence[int],
-        costs: ArmCosts,
-    ) -> list[ScoredTrial]:
-        """A step guessed ``drafts``, had ``costs.chosen`` checked and emitted ``emitted``.
-
-        Returns the trials that this settles.
-        """
-        verified = costs.chosen
-        opened = bool(drafts) and not (self._skip_next and verified == 0)
-        if opened:
+    def open(self, drafts: Sequence[int], match_tokens: int, costs: ArmCosts) -> None:
+        """A step guessed ``drafts`` and had ``costs.chosen`` of them checked."""
+        if drafts and not (self._skip_next and costs.chosen == 0):
             self._trials.append(Trial(self.context(match_tokens), tuple(drafts), costs))
-        first_right = bool(drafts) and bool(emitted) and drafts[0] == emitted[0]
-        self._skip_next = opened and verified == 0 and first_right
-        if opened and emitted:
-            self._last = LastOutcome.HIT if first_right else LastOutcome.MISS
-        return self._score(emitted)
+        self._skip_next = False
 
-    def _score(self, emitted: Sequence[int]) -> list[ScoredTrial]:
+    def follow(self, tokens: Sequence[int]) -> list[ScoredTrial]:
+        """The sequence grew by these tokens; returns the trials that this settles."""
+        if tokens and self._trials and self._trials[-1].matched == 0:
+            fresh = self._trials[-1]
+            right = fresh.token_ids[0] == tokens[0]
+            self._last = LastOutcome.HIT if right else LastOutcome.MISS
+            self._skip_next = right and fresh.costs.chosen == 0 and len(tokens) == 1
+        return self._score(tokens)
+
+    def _score(self, tokens: Sequence[int]) -> list[ScoredTrial]:
         settled, alive = [], []
         for trial in self._trials:
-            if self._advance(trial, emitted):
+            if self._advance(trial, tokens):
                 alive.append(trial)
             else:
                 settled.append(ScoredTrial(trial.matched, trial.costs))
         self._trials = alive
         return settled
 
-    def _advance(self, trial: Trial, emitted: Sequence[int]) -> bool:
+    def _advance(self, trial: Trial, tokens: Sequence[int]) -> bool:
         """Score a trial against new tokens; returns whether some of it is still open."""
-        for token in emitted:
+        for token in tokens:
             right = trial.token_ids[trial.matched] == token
             for table in (self.hazards, self._replica):
                 table.record(trial.context, trial.matched, right)

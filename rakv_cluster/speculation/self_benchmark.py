@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -10,7 +12,17 @@ import torch
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.step import Runner, Span, Step
-from rakv_cluster.speculation.cost_model import CostSample
+from rakv_cluster.speculation.cost_model import (
+    CostBuckets,
+    CostIdentity,
+    CostSample,
+    CostTable,
+    costs_path,
+    load_costs,
+    save_costs,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,33 @@ class BenchmarkPlan:
     rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16)
     context_tokens: tuple[int, ...] = (256, 2048)
     rounds: int = 5
-    budget_s: float = 10.0
+    budget_s: float = 3.0
+
+
+def seeded_costs(
+    runner: Runner,
+    identity: CostIdentity,
+    *,
+    cache_dir: Path,
+    clock: Clock,
+    plan: BenchmarkPlan | None = None,
+) -> CostTable:
+    """What this machine was found to need for this model before, else measured now and kept.
+
+    Measuring blocks the calling thread for some seconds. A folder that cannot be written costs
+    the measurement again next time.
+    """
+    path = costs_path(cache_dir, identity)
+    table = load_costs(path, identity, CostBuckets())
+    if not table.is_empty:
+        return table
+    for sample in measure_costs(runner, plan or BenchmarkPlan(), clock):
+        table.observe(sample)
+    try:
+        save_costs(path, identity, table)
+    except OSError:
+        log.warning("step costs cannot be kept in %s", path, exc_info=True)
+    return table
 
 
 def measure_costs(runner: Runner, plan: BenchmarkPlan, clock: Clock) -> list[CostSample]:

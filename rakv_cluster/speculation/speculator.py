@@ -1,16 +1,19 @@
 """The engine's view of speculation: a thin shell around drafters, cost table and controller.
 
 Per decode step the engine calls :meth:`Speculator.plan`, runs one forward over the drafts it
-returns, and reports back with :meth:`Speculator.settle`. Used by the engine thread only.
+returns, and reports back with :meth:`Speculator.settle`. What was really emitted is read from the
+sequences themselves at the next plan, so steps in between need no bookkeeping. Used by the engine
+thread only.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import numpy as np
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.speculation.controller import (
@@ -20,6 +23,7 @@ from rakv_cluster.speculation.controller import (
     ReplicaState,
     RequestState,
     StepResult,
+    book_setup,
     choose,
     may_draft,
     settle,
@@ -37,15 +41,30 @@ SPECULATION_MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 
 @dataclass(slots=True)
 class Speculation:
-    """One request's drafter, learned state and counts."""
+    """One request's drafter, learned state and counts.
+
+    ``followed`` tokens of the sequence are known to the drafter; ``blocks`` counts steps by
+    (drafts checked, drafts accepted).
+    """
 
     drafter: Drafter
     state: RequestState
     forced: int
+    followed: int = 0
     tally: HindsightTally = field(default_factory=HindsightTally)
-    steps_by_drafts: Counter[int] = field(default_factory=Counter)
-    accepted_tokens: int = 0
-    unseen_ids: tuple[int, ...] = ()
+    blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sequence's place in the next step: all its tokens so far, and most drafts it can use.
+
+    ``limit`` comes from :func:`rakv_cluster.speculation.verification.draft_limit`.
+    """
+
+    speculation: Speculation
+    ids: np.ndarray
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +73,12 @@ class StepPlan:
 
     drafts: tuple[tuple[int, ...], ...]
     decision: Decision
+    seats: tuple[Seat, ...]
     guesses: tuple[Draft, ...]
     candidates: tuple[Candidate, ...]
     costs: StepCosts
     context_tokens: int
     draft_ms: float
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every sequence gets one row and nothing has to be verified."""
-        return not any(self.drafts)
 
 
 class Speculator:
@@ -87,67 +102,77 @@ class Speculator:
         self._requests = 0
         self._right = 0
 
-    def begin(
-        self, token_ids: Sequence[int], *, mode: SpeculationMode, prefill_ms: float
-    ) -> Speculation:
-        """Follow a sequence of these tokens from its first decode step on.
+    def begin(self, mode: SpeculationMode, ids: np.ndarray, *, prefill_ms: float) -> Speculation:
+        """Follow a sequence from its first decode step on: call it when the first token is out.
 
-        The drafter reads them at the first :meth:`plan`, so that they delay no first token.
+        Its drafter reads the tokens so far (about 0.4 ms per 1,000), booked as overspend.
         """
         state = RequestState.begin(self.replica, prefill_ms=prefill_ms)
         if mode == "off":
             return Speculation(NullDrafter(), state, forced=0)
         forced = -1 if mode == "auto" else int(mode)
-        return Speculation(self._new_drafter(), state, forced=forced, unseen_ids=tuple(token_ids))
-
-    def plan(
-        self, sequences: Sequence[Speculation], limits: Sequence[int], *, context_tokens: int
-    ) -> StepPlan:
-        """Drafts for a decode step over ``sequences`` at this mean context.
-
-        ``limits`` say how many drafts each can use at most (:func:`draft_limit`).
-        """
-        costs = self.table.step_costs(batch=len(sequences), context_tokens=context_tokens)
+        speculation = Speculation(self._new_drafter(), state, forced)
         started_s = self._clock.monotonic_s()
-        guesses = self._guesses(sequences, limits, costs)
-        draft_ms = (self._clock.monotonic_s() - started_s) * 1e3
-        candidates = tuple(
-            Candidate(sequence.state, len(guess.token_ids), guess.match_tokens, sequence.forced)
-            for sequence, guess in zip(sequences, guesses, strict=True)
-        )
-        decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
-        drafts = tuple(
-            guess.token_ids[:count] for guess, count in zip(guesses, decision.drafts, strict=True)
-        )
-        return StepPlan(drafts, decision, guesses, candidates, costs, context_tokens, draft_ms)
+        self._follow(speculation, ids)
+        book_setup(self.replica, state, (self._clock.monotonic_s() - started_s) * 1e3)
+        return speculation
 
-    def _guesses(
-        self, sequences: Sequence[Speculation], limits: Sequence[int], costs: StepCosts
-    ) -> tuple[Draft, ...]:
-        states = [sequence.state for sequence in sequences]
+    def plan(self, seats: Sequence[Seat]) -> StepPlan:
+        """Drafts for a decode step over these sequences."""
+        started_s = self._clock.monotonic_s()
+        context_tokens = sum(len(seat.ids) for seat in seats) // len(seats)
+        costs = self.table.step_costs(batch=len(seats), context_tokens=context_tokens)
+        guesses = self._guesses(seats, costs)
+        candidates = tuple(
+            Candidate(
+                seat.speculation.state,
+                len(guess.token_ids),
+                guess.match_tokens,
+                seat.speculation.forced,
+            )
+            for seat, guess in zip(seats, guesses, strict=True)
+        )
+        draft_ms = (self._clock.monotonic_s() - started_s) * 1e3
+        decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
+        return StepPlan(
+            drafts=tuple(
+                guess.token_ids[:count]
+                for guess, count in zip(guesses, decision.drafts, strict=True)
+            ),
+            decision=decision,
+            seats=tuple(seats),
+            guesses=guesses,
+            candidates=candidates,
+            costs=costs,
+            context_tokens=context_tokens,
+            draft_ms=draft_ms,
+        )
+
+    def _guesses(self, seats: Sequence[Seat], costs: StepCosts) -> tuple[Draft, ...]:
+        states = [seat.speculation.state for seat in seats]
         auto = may_draft(self._settings, self.replica, states, costs)
         guesses = []
-        for sequence, limit in zip(sequences, limits, strict=True):
-            if sequence.forced == 0 or (sequence.forced < 0 and not auto):
+        for seat in seats:
+            forced = seat.speculation.forced
+            if forced == 0 or (forced < 0 and not auto):
                 guesses.append(NO_DRAFT)
                 continue
-            if sequence.unseen_ids:
-                sequence.drafter.extend(sequence.unseen_ids)
-                sequence.unseen_ids = ()
-            guesses.append(sequence.drafter.propose(min(limit, self._settings.max_drafts)))
+            self._follow(seat.speculation, seat.ids)
+            limit = min(seat.limit, self._settings.max_drafts)
+            guesses.append(seat.speculation.drafter.propose(limit))
         return tuple(guesses)
 
-    def settle(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[Speculation],
-        emitted: Sequence[Sequence[int]],
-        verdicts: Sequence[Verdict],
-        *,
-        forward_ms: float,
-    ) -> None:
-        """Learn from the step that ``plan`` led to; ``emitted`` are its new output tokens."""
-        batch = len(sequences)
+    def _follow(self, speculation: Speculation, ids: np.ndarray) -> None:
+        """Catch up with what the sequence has become since the last call."""
+        tokens = ids[speculation.followed :].tolist()
+        speculation.followed = len(ids)
+        speculation.drafter.extend(tokens)
+        for trial in speculation.state.acceptance.follow(tokens):
+            speculation.tally.add_trial(trial)
+
+    def settle(self, plan: StepPlan, verdicts: Sequence[Verdict], *, forward_ms: float) -> None:
+        """Learn from the step that ``plan`` led to; one verdict per sequence, in order."""
+        batch = len(plan.seats)
         rows = batch + sum(len(drafts) for drafts in plan.drafts)
         self.table.observe(CostSample(rows, plan.context_tokens, batch, forward_ms))
         result = StepResult(
@@ -155,41 +180,26 @@ class Speculator:
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
-        for index, sequence in enumerate(sequences):
-            self._settle_one(plan, index, sequence, emitted[index], verdicts[index])
+        for seat, drafts, guess, verdict in zip(
+            plan.seats, plan.drafts, plan.guesses, verdicts, strict=True
+        ):
+            speculation = seat.speculation
+            speculation.blocks[len(drafts), verdict.accepted] += 1
+            self._steps_by_drafts[len(drafts)] += 1
+            costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
+            speculation.state.acceptance.open(guess.token_ids, guess.match_tokens, costs)
+            if speculation.forced != 0 and not guess.token_ids and costs.known:
+                speculation.tally.add(0, costs)
 
-    def _settle_one(
-        self,
-        plan: StepPlan,
-        index: int,
-        sequence: Speculation,
-        emitted: Sequence[int],
-        verdict: Verdict,
-    ) -> None:
-        count, guess = len(plan.drafts[index]), plan.guesses[index]
-        sequence.steps_by_drafts[count] += 1
-        self._steps_by_drafts[count] += 1
-        sequence.accepted_tokens += min(verdict.accepted, verdict.emitted)
-        if sequence.forced == 0:
+    def finish(self, speculation: Speculation, ids: np.ndarray) -> None:
+        """The request ended with these tokens: keep its hindsight."""
+        if speculation.forced == 0:
             return
-        sequence.unseen_ids += tuple(emitted)
-        costs = ArmCosts.of(plan.costs, base_rows=len(plan.drafts), chosen=count)
-        if not guess.token_ids and math.isfinite(costs.chosen_ms):
-            sequence.tally.add(0, costs)
-        settled = sequence.state.acceptance.observe(
-            guess.token_ids, guess.match_tokens, emitted, costs
-        )
-        for trial in settled:
-            sequence.tally.add_trial(trial)
-
-    def finish(self, sequence: Speculation) -> None:
-        """The request is over: keep its hindsight."""
-        tally = sequence.tally
-        if tally.points == 0:
-            return
-        self._requests += 1
-        self._right += tally.regret <= self._settings.margin
-        self._tally.merge(tally)
+        self._follow(speculation, ids)
+        if speculation.tally.points:
+            self._requests += 1
+            self._right += speculation.tally.regret <= self._settings.margin
+            self._tally.merge(speculation.tally)
 
     def report(self, *, context_tokens: int) -> ReplicaReport:
         """State of this replica, with costs for one sequence at this context."""

@@ -15,6 +15,9 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.workers import Workers
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.workers import InlineWorkers
@@ -69,6 +72,9 @@ class Recording:
 class EngineHarness:
     """:class:`EngineCore` on a manual clock; workers run inline unless given.
 
+    The default speculator has no measured costs: it follows and learns, and drafts only where a
+    request asks for a fixed number of drafts.
+
     A step without work takes a millisecond on the clock, one with work what the runner takes.
     """
 
@@ -83,6 +89,7 @@ class EngineHarness:
         loaders: Workers | None = None,
         savers: Workers | None = None,
         numeric_class: str = "fake",
+        speculator: Speculator | None = None,
     ) -> None:
         self.clock = clock
         self.limits = limits
@@ -91,6 +98,7 @@ class EngineHarness:
         self.core = EngineCore(
             runner,
             store,
+            speculator or Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
             cuts=self.cuts,
             limits=limits,
             settings=settings,

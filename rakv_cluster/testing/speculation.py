@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rakv_cluster.speculation.controller import ControllerSettings, Decision
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.drafters import Draft
-from rakv_cluster.speculation.speculator import Speculation, Speculator
+from rakv_cluster.speculation.speculator import Seat, Speculation, Speculator
 from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
 from rakv_cluster.testing.clock import ManualClock
 
@@ -92,7 +94,6 @@ class SimulatedReplica:
     step_ms: StepTime
     settings: ControllerSettings = field(default_factory=ControllerSettings)
     buckets: CostBuckets = field(default_factory=CostBuckets)
-    context_tokens: int = 256
     clock: ManualClock = field(default_factory=ManualClock)
     speculator: Speculator = field(init=False)
 
@@ -103,7 +104,7 @@ class SimulatedReplica:
         """Measure every rows bucket once, as the self-benchmark does."""
         for rows in self.buckets.rows:
             if rows >= batch:
-                sample = CostSample(rows, self.context_tokens, batch, self.step_ms(rows, batch))
+                sample = CostSample(rows, 1, batch, self.step_ms(rows, batch))
                 self.speculator.table.observe(sample)
 
     def run(
@@ -116,45 +117,47 @@ class SimulatedReplica:
             steps.append(self._step(running))
             for request in running:
                 if not request.tokens_left:
-                    self.speculator.finish(request.speculation)
+                    self.speculator.finish(request.speculation, np.arange(request.position))
             running = [request for request in running if request.tokens_left]
         return steps
 
     def _begin(self, script: Script, output_tokens: int, prefill_ms: float) -> _Running:
-        speculation = self.speculator.begin((), mode="auto", prefill_ms=prefill_ms)
+        speculation = self.speculator.begin("auto", np.arange(0), prefill_ms=prefill_ms)
         speculation.drafter = ScriptedDrafter(script, self.clock)
         return _Running(speculation, output_tokens)
 
     def _step(self, running: Sequence[_Running]) -> SimulatedStep:
         batch = len(running)
-        sequences = [request.speculation for request in running]
-        limits = [
-            draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left)
-            for request in running
-        ]
-        plan = self.speculator.plan(sequences, limits, context_tokens=self.context_tokens)
+        plan = self.speculator.plan(
+            [
+                Seat(
+                    request.speculation,
+                    np.arange(request.position),
+                    draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left),
+                )
+                for request in running
+            ]
+        )
         rows = batch + sum(len(drafts) for drafts in plan.drafts)
         forward_ms = self.step_ms(rows, batch)
         self.clock.advance(forward_ms / 1e3)
-        verdicts, emitted = [], []
-        for request, drafts in zip(running, plan.drafts, strict=True):
-            verdict, tokens = _verify(request, drafts)
-            verdicts.append(verdict)
-            emitted.append(tokens)
-        self.speculator.settle(plan, sequences, emitted, verdicts, forward_ms=forward_ms)
+        verdicts = [
+            _verify(request, drafts) for request, drafts in zip(running, plan.drafts, strict=True)
+        ]
+        self.speculator.settle(plan, verdicts, forward_ms=forward_ms)
         return SimulatedStep(
             decision=plan.decision,
             ms=forward_ms + plan.draft_ms,
             plain_ms=self.step_ms(batch, batch),
-            emitted=tuple(len(tokens) for tokens in emitted),
+            emitted=tuple(verdict.emitted for verdict in verdicts),
         )
 
 
-def _verify(request: _Running, drafts: Sequence[int]) -> tuple[Verdict, list[int]]:
-    chosen = list(range(request.position, request.position + len(drafts) + 1))
+def _verify(request: _Running, drafts: Sequence[int]) -> Verdict:
+    chosen = range(request.position, request.position + len(drafts) + 1)
     verdict = judge_block(
         drafts, chosen, tokens_left=request.tokens_left, stop_token_ids=frozenset()
     )
     request.position += verdict.emitted
     request.tokens_left -= verdict.emitted
-    return verdict, chosen[: verdict.emitted]
+    return verdict

@@ -17,6 +17,9 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.model.step import Step
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore, Found, Loaded, LoadItem
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
@@ -127,6 +130,7 @@ def start() -> Iterator[Start]:
         engine = Engine(
             runner,
             store,
+            Speculator(CostTable(CostBuckets()), ControllerSettings(), clock or SystemClock()),
             cuts=no_cuts(64),
             limits=LIMITS,
             settings=EngineSettings(**settings),  # type: ignore[arg-type]  # ints and floats by name

@@ -31,7 +31,8 @@ def request(replica: ReplicaState, *, hit_rate: float | None = None) -> RequestS
     for index in range(60 if hit_rate is not None else 0):
         token = 1 if (index + 1) * (hit_rate or 0.0) // 1 > index * (hit_rate or 0.0) // 1 else 2
         emitted = [token] * 16 if token == 1 else [token]
-        state.acceptance.observe([1] * 15, 8, emitted, ArmCosts(15, 1.0, ()))
+        state.acceptance.open([1] * 15, 8, ArmCosts(15, 1.0, ()))
+        state.acceptance.follow(emitted)
     return state
 
 

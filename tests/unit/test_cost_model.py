@@ -17,7 +17,6 @@ from rakv_cluster.speculation.cost_model import (
     StepCosts,
     costs_path,
     load_costs,
-    observe_all,
     save_costs,
 )
 
@@ -31,7 +30,8 @@ def sample(rows: int, ms: float, *, context: int = 256, batch: int = 1) -> CostS
 
 def seeded() -> CostTable:
     table = CostTable(BUCKETS)
-    observe_all(table, [sample(1, 30.0), sample(2, 33.0), sample(4, 45.0), sample(8, 60.0)])
+    for rows, ms in ((1, 30.0), (2, 33.0), (4, 45.0), (8, 60.0)):
+        table.observe(sample(rows, ms))
     return table
 
 

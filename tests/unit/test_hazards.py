@@ -11,11 +11,20 @@ from rakv_cluster.speculation.hazards import (
     REPLICA_DECAY,
     AcceptanceTracker,
     Hazards,
+    ScoredTrial,
 )
 
 
-def costs(chosen: int) -> ArmCosts:
-    return ArmCosts(chosen, 1.0, ())
+def observe(
+    subject: AcceptanceTracker,
+    drafts: list[int],
+    match_tokens: int,
+    emitted: list[int],
+    chosen: int,
+) -> list[ScoredTrial]:
+    """One step: a guess is opened, ``chosen`` of it are checked, tokens come."""
+    subject.open(drafts, match_tokens, ArmCosts(chosen, 1.0, ()))
+    return subject.follow(emitted)
 
 
 def tracker() -> AcceptanceTracker:
@@ -34,43 +43,43 @@ def test_a_new_request_starts_from_what_the_replica_learned() -> None:
     replica = Hazards(REPLICA_DECAY)
     first = AcceptanceTracker(replica)
     for position in range(200):
-        first.observe([position, -1], 5, [position], costs(1))
+        observe(first, [position, -1], 5, [position], 1)
 
     # A new request's last outcome is unknown: the same context again teaches about it.
     for _ in range(50):
-        AcceptanceTracker(replica).observe([7], 5, [7], costs(1))
+        observe(AcceptanceTracker(replica), [7], 5, [7], 1)
 
     assert AcceptanceTracker(replica).survivals(5, 1)[0] > 0.85
 
 
 def test_a_guess_is_scored_against_the_tokens_that_follow_later() -> None:
     subject = tracker()
-    assert subject.observe([1, 2, 3], 5, [1], costs(0)) == []
-    assert subject.observe([], 0, [2], costs(0)) == []
+    assert observe(subject, [1, 2, 3], 5, [1], 0) == []
+    assert observe(subject, [], 0, [2], 0) == []
 
-    settled = subject.observe([], 0, [9], costs(0))
+    settled = observe(subject, [], 0, [9], 0)
 
     assert [trial.accepted for trial in settled] == [2]
 
 
 def test_a_token_guessed_right_at_k_0_is_no_decision_point() -> None:
     subject = tracker()
-    subject.observe([1, 2], 5, [1], costs(0))
-    subject.observe([2, 9], 5, [2], costs(0))  # would have been emitted with the token before
-    subject.observe([3, 4], 5, [3], costs(0))
+    observe(subject, [1, 2], 5, [1], 0)
+    observe(subject, [2, 9], 5, [2], 0)  # would have been emitted with the token before
+    observe(subject, [3, 4], 5, [3], 0)
 
     unknown, hit = subject.hazards.by_position()[0], subject.context(5)
 
     assert unknown == 1.0
-    settled = subject.observe([], 0, [4], costs(0))
+    settled = observe(subject, [], 0, [4], 0)
     assert len(settled) == 1  # the guess on the skipped token was never opened
     assert hit == subject.context(5)
 
 
 def test_every_drafted_step_is_a_decision_point() -> None:
     subject = tracker()
-    settled = subject.observe([1, 2], 5, [1, 2, 3], costs(2))
-    settled += subject.observe([4, 5], 5, [4, 6], costs(2))
+    settled = observe(subject, [1, 2], 5, [1, 2, 3], 2)
+    settled += observe(subject, [4, 5], 5, [4, 6], 2)
 
     assert [trial.accepted for trial in settled] == [2, 1]
 
@@ -78,11 +87,11 @@ def test_every_drafted_step_is_a_decision_point() -> None:
 def test_recent_misses_lower_the_estimate_within_a_few_steps() -> None:
     subject = tracker()
     for position in range(40):
-        subject.observe([position], 20, [position], costs(1))
+        observe(subject, [position], 20, [position], 1)
     sure = subject.survivals(20, 1)[0]
 
     for _ in range(3):
-        subject.observe([1], 20, [2], costs(1))
+        observe(subject, [1], 20, [2], 1)
 
     assert sure > 0.8
     # After a miss another cell is asked: one that has seen misses only.
@@ -92,7 +101,7 @@ def test_recent_misses_lower_the_estimate_within_a_few_steps() -> None:
 def test_deep_positions_share_the_last_hazard() -> None:
     subject = tracker()
     for _ in range(30):
-        subject.observe(list(range(15)), 20, list(range(16)), costs(15))
+        observe(subject, list(range(15)), 20, list(range(16)), 15)
 
     chances = subject.survivals(20, 15)
 

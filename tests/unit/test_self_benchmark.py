@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.model.step import Step
-from rakv_cluster.speculation.self_benchmark import BenchmarkPlan, measure_costs
+from rakv_cluster.speculation.cost_model import CostIdentity
+from rakv_cluster.speculation.self_benchmark import BenchmarkPlan, measure_costs, seeded_costs
 from rakv_cluster.testing import ManualClock
 
 
@@ -68,3 +70,28 @@ def test_contexts_are_cut_to_what_the_model_has() -> None:
     samples = measure_costs(runner, BenchmarkPlan(rows=(1, 16)), clock)
 
     assert [(s.rows, s.context_tokens) for s in samples] == [(1, 12)]
+
+
+def test_costs_are_measured_once_per_machine_and_model(tmp_path: Path) -> None:
+    clock = ManualClock()
+    runner = TimedRunner(clock)
+    identity = CostIdentity("machine", "ab" * 32, "cpu")
+
+    first = seeded_costs(runner, identity, cache_dir=tmp_path, clock=clock)
+    forwards = sum(runner.seen.values())
+    second = seeded_costs(runner, identity, cache_dir=tmp_path, clock=clock)
+
+    assert sum(runner.seen.values()) == forwards
+    assert second.to_json() == first.to_json()
+    assert first.step_costs(batch=1, context_tokens=100).at(8) == pytest.approx(18.0)
+
+
+def test_a_folder_that_cannot_be_written_costs_no_start(tmp_path: Path) -> None:
+    clock = ManualClock()
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    identity = CostIdentity("machine", "ab" * 32, "cpu")
+
+    table = seeded_costs(TimedRunner(clock), identity, cache_dir=blocked, clock=clock)
+
+    assert not table.is_empty

@@ -1,0 +1,120 @@
+"""Running a step: compute it, advance its sequences, emit their tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from rakv_cluster.clock import Clock
+from rakv_cluster.engine.drafting import DraftedStep, Drafting, judge
+from rakv_cluster.engine.emission import Emitter
+from rakv_cluster.engine.scheduler import TenantShares
+from rakv_cluster.engine.sequence import Sequence
+from rakv_cluster.engine.stats import Counters
+from rakv_cluster.engine.stepper import Computed, Stepper
+from rakv_cluster.model.sampling import Choice
+from rakv_cluster.speculation.verification import Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Requests that a step ended: ``ended`` have had their last event, ``failed`` need one."""
+
+    ended: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    healthy: bool = True
+
+
+class Advancer:
+    """Takes sequences forward by steps. Closes none: what ended is the caller's to clean up, after
+    all of a step's tokens are out."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        drafting: Drafting,
+        emitter: Emitter,
+        *,
+        counters: Counters,
+        tenants: TenantShares,
+        clock: Clock,
+    ) -> None:
+        self._stepper = stepper
+        self._drafting = drafting
+        self._emitter = emitter
+        self._counters = counters
+        self._tenants = tenants
+        self._clock = clock
+
+    def run(self, step: DraftedStep) -> Outcome:
+        """One step. If it fails, its sequences run one by one, and only those that fail end.
+
+        ``healthy`` is False if none of them could be computed.
+        """
+        outcome = Outcome()
+        if self._try(step, outcome) is None:
+            return outcome
+        errors = [self._try(single, outcome) for single in step.singly]
+        for part, error in zip(step.parts, errors, strict=True):
+            if error is not None:
+                outcome.failed.append((part.sequence, _describe(error)))
+        outcome.healthy = None in errors
+        return outcome
+
+    def _try(self, step: DraftedStep, outcome: Outcome) -> Exception | None:
+        """Compute and apply; the error if computing failed, in which case nothing has changed."""
+        try:
+            computed = self._stepper.compute(step.parts)
+        except Exception as error:  # out of memory and kernel errors come as any type
+            self._counters.step_failures += 1
+            log.warning("a step of %d sequences failed", len(step.parts), exc_info=True)
+            return error
+        self._apply(step, computed, outcome)
+        return None
+
+    def _apply(self, step: DraftedStep, computed: Computed, outcome: Outcome) -> None:
+        """Advance lengths over what is verified, and emit tokens."""
+        now_s = self._clock.monotonic_s()
+        self._counters.steps += 1
+        verdicts: list[Verdict] = []
+        for part, choices in zip(step.parts, computed.choices, strict=True):
+            sequence, verified = part.sequence, part.tokens
+            if sequence.buffer is None:
+                raise AssertionError("a running sequence has a buffer")
+            if choices:
+                verdicts.append(judge(part, choices))
+                verified += verdicts[-1].verified_rows - 1
+            sequence.buffer.length += verified
+            self._counters.computed_tokens += verified
+            self._tenants.charge(sequence.request.tenant, verified)
+            if choices and self._take(sequence, choices, verdicts[-1], now_s):
+                outcome.ended.append(sequence)
+        self._drafting.settle(step, verdicts, computed.ms)
+
+    def _take(
+        self, sequence: Sequence, choices: Many[Choice], verdict: Verdict, now_s: float
+    ) -> bool:
+        """Take the chosen tokens that count; whether the request ended with them."""
+        starts = sequence.first_token_s < 0
+        if starts:
+            sequence.first_token_s = now_s
+        taken = choices[: verdict.emitted]
+        for choice in taken:
+            sequence.append(choice.token_id)
+        self._counters.output_tokens += verdict.emitted
+        delivered = self._emitter.emit(
+            sequence, taken=taken, finish=verdict.finish, stop_token_id=verdict.stop_token_id
+        )
+        if verdict.finish is not None or not delivered:
+            return True
+        if starts:
+            self._drafting.begin(sequence)
+        return False
+
+
+def _describe(error: Exception) -> str:
+    """What a client may know of a failed forward."""
+    return f"the model could not compute this request ({type(error).__name__})"
