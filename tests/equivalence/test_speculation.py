@@ -282,14 +282,14 @@ def test_default_model(default_model: LoadedModel, temperature: float) -> None:
             speculator=Speculator(free_costs(), UNGOVERNED, clock),
         )
         answers = [
-            engine.ask(engine.prompt(prompt_ids), 60, sampling=sampling, speculation=mode)
+            engine.ask(engine.prompt(prompt_ids), 40, sampling=sampling, speculation=mode)
             for mode in modes
         ]
         engine.run(*answers)
         return answers
 
     (plain,) = answer("off")
-    drafted = [*answer("auto"), *answer("4"), *answer("1", "2", "8", "auto")]
+    drafted = [*answer("8"), *answer("1", "4", "auto")]
 
     assert [each.token_ids for each in drafted] == [plain.token_ids] * len(drafted)
-    assert sum(block.accepted for each in drafted for block in each.stats.blocks) > 20
+    assert sum(block.accepted for each in drafted for block in each.stats.blocks) > 15
