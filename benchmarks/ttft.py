@@ -20,14 +20,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import Literal
 
 from benchmarks.common import Options, Requirement, finish, parse_options, table
 from benchmarks.corpus import Corpus, DocumentSet, load_corpus
 from rakv_cluster.cli.local_service import LocalService, local_service
-from rakv_cluster.client.chat import Answer, stream_chat
+from rakv_cluster.client import Answer, Client, Document, Message
+from rakv_cluster.client.retries import NO_RETRIES
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
@@ -36,6 +35,14 @@ from rakv_cluster.model.loader import load_tokenizer
 CLOCK = SystemClock()
 DOCUMENTS, DOCUMENT_TOKENS, MAX_TOKENS = 4, 450, 24
 BOUNDS = {"ram": 10.0, "disk": 6.0, "chat turn 2": 8.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation about a set of documents; its last message asks."""
+
+    documents: DocumentSet
+    messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +90,31 @@ def _measure(corpus: Corpus, folder: Path, model: str) -> tuple[list[Pair], str]
     return pairs, page_cache
 
 
-def _question(documents: DocumentSet, index: int) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": documents.questions[index]}],
-        "documents": documents.api_documents(),
-    }
+def _question(documents: DocumentSet, index: int) -> Question:
+    return Question(documents, (Message("user", documents.questions[index]),))
 
 
-def _second_turn(documents: DocumentSet, first: Answer) -> dict[str, Any]:
-    body = _question(documents, 0)
-    body["messages"] += [
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": documents.questions[1]},
-    ]
-    return body
+def _second_turn(documents: DocumentSet, first: Answer) -> Question:
+    turns = (Message("assistant", first.text), Message("user", documents.questions[1]))
+    return Question(documents, (*_question(documents, 0).messages, *turns))
 
 
-def _pair(service: LocalService, arm: str, body: dict[str, Any]) -> Pair:
+def _pair(service: LocalService, arm: str, question: Question) -> Pair:
     """Ask with the cache first, so that nothing of the plain run can help it."""
-    cached = _ask(service, body, reuse="exact")
-    return Pair(arm, _ask(service, body, reuse="off"), cached)
+    cached = _ask(service, question, reuse="exact")
+    return Pair(arm, _ask(service, question, reuse="off"), cached)
 
 
-def _ask(service: LocalService, body: dict[str, Any], *, reuse: str) -> Answer:
-    request = {**body, "reuse": reuse, "max_tokens": MAX_TOKENS, "temperature": 0}
-    with httpx.Client(base_url=service.base_url, timeout=600) as client:
-        return stream_chat(client, request, clock=CLOCK)
+def _ask(service: LocalService, question: Question, *, reuse: Literal["exact", "off"]) -> Answer:
+    documents = [Document(d["text"], d["id"]) for d in question.documents.api_documents()]
+    with Client(service.base_url, retries=NO_RETRIES, clock=CLOCK) as client:
+        return client.chat(
+            question.messages,
+            documents=documents,
+            reuse=reuse,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+        )
 
 
 def _drop_page_cache(store: Path) -> str:

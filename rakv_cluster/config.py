@@ -35,9 +35,9 @@ else:
     import tomli as tomllib
 
 ENV_PREFIX = "RAKV_"
-NOT_SETTINGS = frozenset({"RAKV_CONFIG", "RAKV_SHARED"})
-"""Variables with our prefix that are no settings: the file's path, and the project's data folder
-(which tests and benchmarks read)."""
+NOT_SETTINGS = frozenset({"RAKV_CONFIG", "RAKV_API_KEY", "RAKV_SHARED"})
+"""Variables with our prefix that are no settings: the file's path, a client's own key, and the
+project's data folder (which tests and benchmarks read)."""
 
 MIB = 1024**2
 GIB = 1024**3

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 from rich.console import Console
 
-from rakv_cluster.client.chat import Answer, stream_chat
-from rakv_cluster.clock import SystemClock
+from rakv_cluster.client import Answer, Client, Document, Message
+from rakv_cluster.client.retries import NO_RETRIES
+from rakv_cluster.client.transport import DEFAULT_URL
 from rakv_cluster.errors import ConfigError
-
-_DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
 def ask(
@@ -24,7 +21,10 @@ def ask(
         list[Path] | None,
         typer.Option("--doc", "-d", help="A text file to ask about; may be given several times."),
     ] = None,
-    url: Annotated[str, typer.Option(help="Where the service answers.")] = _DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Where the service answers.")] = DEFAULT_URL,
+    api_key: Annotated[
+        str, typer.Option(envvar="RAKV_API_KEY", help="Where the service asks for one.")
+    ] = "",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[
@@ -36,21 +36,20 @@ def ask(
 
     Example: rakv ask "Who wrote it?" --doc report.txt --doc appendix.txt
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    body: dict[str, Any] = {
-        "messages": [*messages, {"role": "user", "content": question}],
-        "documents": [{"id": path.name, "text": _read(path)} for path in doc or []],
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "reuse": "off" if no_cache else "exact",
-    }
-    with httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
-        answer = stream_chat(
-            client,
-            body,
-            clock=SystemClock(),
-            on_text=lambda piece: print(piece, end="", flush=True),
-        )
+    messages = [Message("system", system)] if system else []
+    with (
+        Client(url, api_key=api_key, retries=NO_RETRIES) as client,
+        client.stream_chat(
+            [*messages, Message("user", question)],
+            documents=[Document(_read(path), path.name) for path in doc or []],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            reuse="off" if no_cache else "exact",
+        ) as stream,
+    ):
+        for piece in stream:
+            print(piece, end="", flush=True)
+        answer = stream.answer
     print()
     Console(stderr=True, soft_wrap=True).print(summary(answer), style="dim", highlight=False)
 

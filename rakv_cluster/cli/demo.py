@@ -12,16 +12,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from rakv_cluster.cli.local_service import LocalService, local_service
-from rakv_cluster.client.chat import Answer, stream_chat
+from rakv_cluster.client import Answer, Client, Document, Options
+from rakv_cluster.client.retries import NO_RETRIES
 from rakv_cluster.clock import Clock, SystemClock
 
 DOCUMENT_MODULES = ("shelve", "fnmatch", "bisect", "contextlib")
@@ -62,10 +62,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def demo_documents() -> list[dict[str, str]]:
+def demo_documents() -> list[Document]:
     """Help texts of standard-library modules: real documents that every Python has."""
     return [
-        {"id": name, "text": pydoc.plain(pydoc.render_doc(name))[:DOCUMENT_CHARS]}
+        Document(pydoc.plain(pydoc.render_doc(name))[:DOCUMENT_CHARS], name)
         for name in DOCUMENT_MODULES
     ]
 
@@ -118,13 +118,10 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
 
 
 def _ask(service: LocalService, label: str, question: str, clock: Clock) -> DemoRow:
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": question}],
-        "documents": demo_documents(),
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-    }
-    with httpx.Client(base_url=service.base_url, timeout=600) as client:
-        plain = stream_chat(client, {**body, "reuse": "off"}, clock=clock)
-        cached = stream_chat(client, {**body, "reuse": "exact"}, clock=clock)
+    options: Options = {"max_tokens": MAX_TOKENS, "temperature": 0, "reuse": "exact"}
+    without: Options = {**options, "reuse": "off"}
+    documents = demo_documents()
+    with Client(service.base_url, retries=NO_RETRIES, clock=clock) as client:
+        plain = client.chat(question, documents=documents, **without)
+        cached = client.chat(question, documents=documents, **options)
     return DemoRow(label, cached, plain)
