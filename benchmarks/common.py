@@ -72,7 +72,10 @@ def parse_options(
 
 def shared_data() -> Path:
     """The folder with shared data sets: ``$RAKV_SHARED`` or ``../shared`` of the checkout."""
-    return Path(os.environ.get("RAKV_SHARED", ROOT.parent / "shared")) / "data"
+    folder = Path(os.environ.get("RAKV_SHARED", ROOT.parent / "shared")) / "data"
+    if not folder.is_dir():
+        raise SystemExit(f"no data in {folder}; set RAKV_SHARED")
+    return folder
 
 
 def time_s(work: Callable[[], object], *, rounds: int, warm: int = 1) -> list[float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import closing
 
-from rakv_cluster.store.eviction import Entry, EvictionPolicy
+from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
 
 
 class Catalog:
@@ -14,10 +15,12 @@ class Catalog:
     ``quota_bytes`` bounds what one namespace may take (0: the whole budget).
     """
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy, *, quota_bytes: int = 0) -> None:
+    def __init__(
+        self, budget_bytes: int, policy: PolicyFactory = Arc, *, quota_bytes: int = 0
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.quota_bytes = quota_bytes
-        self._policy = policy
+        self._policy = policy(budget_bytes)
         self._entries: dict[bytes, Entry] = {}
         self._used_bytes = 0
         self._namespace_bytes: Counter[bytes] = Counter()
@@ -119,11 +122,12 @@ class Catalog:
         """Add the coldest entries (of one namespace, if given) to ``chosen`` until enough leave."""
         if need_bytes <= 0:
             return
-        for key in self._policy.coldest_first():
-            entry = self._entries[key]
-            if key in chosen or key in spare or namespace not in (None, entry.namespace):
-                continue
-            chosen[key] = None
-            need_bytes -= entry.size_bytes
-            if need_bytes <= 0:
-                return
+        with closing(self._policy.coldest_first()) as order:
+            for key in order:
+                entry = self._entries[key]
+                if key in chosen or key in spare or namespace not in (None, entry.namespace):
+                    continue
+                chosen[key] = None
+                need_bytes -= entry.size_bytes
+                if need_bytes <= 0:
+                    return

@@ -12,7 +12,7 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.store.base import ChunkRecord, Found, Loaded, LoadItem, StoreStats, serves
 from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.counters import Counters
-from rakv_cluster.store.eviction import Entry, EvictionPolicy, Lru
+from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
 from rakv_cluster.types import Tier
 
 _COUNTERS = ("ram_hits", "ram_misses", "ram_evictions", "ram_refused", "ram_puts")
@@ -27,13 +27,11 @@ class _Held:
 class MemoryStore:
     """Keeps a copy of each record's KV, read-only, so that loads need no lock while copying."""
 
-    def __init__(
-        self, budget_bytes: int, clock: Clock, policy: EvictionPolicy | None = None
-    ) -> None:
+    def __init__(self, budget_bytes: int, clock: Clock, policy: PolicyFactory = Arc) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}
-        self._catalog = Catalog(budget_bytes, policy or Lru())
+        self._catalog = Catalog(budget_bytes, policy)
         self._counters = Counters(_COUNTERS)
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:

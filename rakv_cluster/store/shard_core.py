@@ -292,6 +292,10 @@ class ShardCore:
     ) -> None:
         now_s = self._clock.wall_s()
         entries = [item.entry(now_s) for item in incoming]
+        for item, entry in zip(incoming, entries, strict=True):
+            if item.head.key in replaced:
+                # A tail that grew is still the record that was used.
+                entry.uses = self.catalog[item.head.key].uses
 
         def body(txn: Any) -> None:
             self._delete_in(txn, evicted)

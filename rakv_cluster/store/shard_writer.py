@@ -18,7 +18,7 @@ from rakv_cluster.kv.codec import EncodedRecord
 from rakv_cluster.store.base import StoreStats
 from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.counters import Counters
-from rakv_cluster.store.eviction import EvictionPolicy, Lru
+from rakv_cluster.store.eviction import Arc, PolicyFactory
 from rakv_cluster.store.folder import ShardFolder
 from rakv_cluster.store.generation import Generation
 from rakv_cluster.store.rebuild import Copied, copy_records
@@ -79,7 +79,7 @@ class ShardWriter:
         path: str | os.PathLike[str],
         settings: ShardSettings,
         clock: Clock,
-        policy: Callable[[], EvictionPolicy] = Lru,
+        policy: PolicyFactory = Arc,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -211,7 +211,7 @@ class ShardWriter:
     def _adopt(self, generation: Generation) -> ShardCore:
         """Read a generation's index and shrink it to the budget; raises ``CorruptRecord``."""
         settings = self._settings
-        catalog = Catalog(settings.budget_bytes, self._policy(), quota_bytes=settings.quota_bytes)
+        catalog = Catalog(settings.budget_bytes, self._policy, quota_bytes=settings.quota_bytes)
         try:
             core = ShardCore(generation, catalog, self._clock, self._counters)
             core.shrink()
