@@ -1,0 +1,1 @@
+"""Which replica answers a request: a pure score, a view of the replicas, a thin Serve router."""

@@ -1,0 +1,61 @@
+"""Which keys a replica holds in RAM, small enough to send once a second: a Bloom filter.
+
+A filter of 8,192 bits and 4 hashes over at most 512 keys claims an absent key with probability
+``(1 - exp(-4 * 512 / 8192)) ** 4 = 0.24%`` (Bloom, 1970). A false claim costs the router a wrong
+estimate, never a wrong answer. Keys are sha256 digests, so their bytes serve as hashes; the first
+eight place keys in the directory, the next eight are used here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+BITS = 8192
+HASHES = 4
+CAPACITY = 512
+BYTES = BITS // 8
+
+
+def hash_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint16]:
+    """The filter bits of each key, [len(keys), HASHES]."""
+    joined = b"".join(key[8:16] for key in keys)
+    rows: npt.NDArray[np.uint16] = np.frombuffer(joined, dtype="<u2").reshape(len(keys), HASHES)
+    return rows & np.uint16(BITS - 1)
+
+
+def encode_hot_set(newest_first: Iterable[bytes]) -> bytes:
+    """The filter of the first :data:`CAPACITY` keys, as :data:`BYTES` bytes."""
+    keys = list(itertools.islice(newest_first, CAPACITY))
+    bits = np.zeros(BITS, dtype=np.bool_)
+    bits[hash_rows(keys).ravel()] = True
+    return np.packbits(bits).tobytes()
+
+
+class HotSets:
+    """The filters of R replicas side by side, so that one key is looked up in all at once."""
+
+    def __init__(self, replicas: int) -> None:
+        self._table = np.zeros((BITS, replicas), dtype=np.bool_)
+
+    def set(self, replica: int, encoded: bytes) -> None:
+        """Take over a replica's filter; anything that is not one empties it."""
+        bits = np.frombuffer(encoded if len(encoded) == BYTES else bytes(BYTES), dtype=np.uint8)
+        self._table[:, replica] = np.unpackbits(bits)
+
+    def arranged(self, sources: Sequence[int]) -> HotSets:
+        """Filters of other replicas: each one's is that of ``sources``, none where that is -1."""
+        rearranged = HotSets(len(sources))
+        kept = [index for index, source in enumerate(sources) if source >= 0]
+        rearranged._table[:, kept] = self._table[:, [sources[index] for index in kept]]
+        return rearranged
+
+    def lookup(self, rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+        """[R, len(rows)]: which replica claims which of the keys with these :func:`hash_rows`."""
+        found: npt.NDArray[np.bool_] = self._table[rows[:, 0]]
+        for column in range(1, HASHES):
+            found = found & self._table[rows[:, column]]
+        return found.T

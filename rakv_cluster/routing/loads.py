@@ -1,0 +1,134 @@
+"""How busy each replica is: what it reported, and what was sent to it since.
+
+A report is up to ``report_lag_s`` old when it arrives, so requests sent within that time are added
+to it. Backlog is work, and work gets done: between reports it shrinks by one ms per ms. What is
+booked at choice time therefore needs no answer to fade.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rakv_cluster.routing.score import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """``booking_ttl_s``: a request sent counts as open for so long unless a report or its end
+    comes first. After ``stale_s`` without a report a replica counts as at least as busy as the
+    median of the others: silence is not idleness."""
+
+    report_lag_s: float = 1.2
+    booking_ttl_s: float = 5.0
+    stale_s: float = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Booking:
+    replica: int
+    work_ms: float
+    at_s: float
+
+
+class Loads:
+    """Backlog and open requests of R replicas by index. Used by one thread.
+
+    Memory is bounded by the requests of ``booking_ttl_s``.
+    """
+
+    def __init__(self, replicas: int, settings: LoadSettings, now_s: float) -> None:
+        self._settings = settings
+        self._backlog_ms = np.zeros(replicas)
+        self._backlog_at_s = np.full(replicas, now_s)
+        self._reported_at_s = np.full(replicas, now_s)
+        self._reported_open = np.zeros(replicas)
+        self._booked_open = np.zeros(replicas)
+        self._bookings: OrderedDict[str, _Booking] = OrderedDict()
+        self._of: list[dict[str, None]] = [{} for _ in range(replicas)]
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def arranged(self, sources: Sequence[int], now_s: float) -> Loads:
+        """The same for another set of replicas: each one's state is that of ``sources``, idle
+        where that is -1."""
+        other = Loads(len(sources), self._settings, now_s)
+        kept = [index for index, source in enumerate(sources) if source >= 0]
+        taken = [sources[index] for index in kept]
+        for name in ("_backlog_ms", "_backlog_at_s", "_reported_at_s", "_reported_open"):
+            getattr(other, name)[kept] = getattr(self, name)[taken]
+        places = dict(zip(taken, kept, strict=True))
+        for request_id, booking in self._bookings.items():
+            if booking.replica in places:
+                place = places[booking.replica]
+                other._add(request_id, _Booking(place, booking.work_ms, booking.at_s))
+        return other
+
+    def report(self, replica: int, backlog_ms: float, open_requests: float, now_s: float) -> None:
+        """A replica said how busy it is; NaN keeps what was estimated."""
+        in_report = [
+            request_id
+            for request_id in self._of[replica]
+            if self._bookings[request_id].at_s < now_s - self._settings.report_lag_s
+        ]
+        for request_id in in_report:
+            self._remove(request_id)
+        self._reported_at_s[replica] = now_s
+        if not math.isnan(open_requests):
+            self._reported_open[replica] = open_requests
+        if not math.isnan(backlog_ms):
+            newer = sum(self._bookings[request_id].work_ms for request_id in self._of[replica])
+            self._backlog_ms[replica] = backlog_ms + newer
+            self._backlog_at_s[replica] = now_s
+
+    def book(self, request_id: str, replica: int, work_ms: float, now_s: float) -> None:
+        """A request goes to a replica; one that was booked elsewhere moves."""
+        if request_id in self._bookings:
+            before = self._remove(request_id)
+            left_ms = self._backlog_ms[before.replica] - before.work_ms
+            self._backlog_ms[before.replica] = max(left_ms, 0.0)
+        self._add(request_id, _Booking(replica, work_ms, now_s))
+        waited_ms = (now_s - self._backlog_at_s[replica]) * 1e3
+        self._backlog_ms[replica] = max(self._backlog_ms[replica] - waited_ms, 0.0) + work_ms
+        self._backlog_at_s[replica] = now_s
+
+    def complete(self, request_id: str, replica: int) -> None:
+        """A request ended on ``replica``, well or not."""
+        if request_id in self._bookings:
+            self._remove(request_id)
+        elif self._reported_open[replica] >= 1:
+            self._reported_open[replica] -= 1
+
+    def backlog_ms(self, now_s: float) -> Floats:
+        """Work in front of a new request on each replica."""
+        waited_ms = (now_s - self._backlog_at_s) * 1e3
+        backlog: Floats = np.maximum(self._backlog_ms - waited_ms, 0.0)
+        stale = now_s - self._reported_at_s > self._settings.stale_s
+        if stale.any() and not stale.all():
+            backlog[stale] = np.maximum(backlog[stale], np.median(backlog[~stale]))
+        return backlog
+
+    def open_requests(self, now_s: float) -> Floats:
+        """Requests that each replica has in hand."""
+        while self._bookings:
+            request_id, oldest = next(iter(self._bookings.items()))
+            if oldest.at_s > now_s - self._settings.booking_ttl_s:
+                break
+            self._remove(request_id)
+        return self._reported_open + self._booked_open
+
+    def _add(self, request_id: str, booking: _Booking) -> None:
+        self._bookings[request_id] = booking
+        self._of[booking.replica][request_id] = None
+        self._booked_open[booking.replica] += 1
+
+    def _remove(self, request_id: str) -> _Booking:
+        booking = self._bookings.pop(request_id)
+        del self._of[booking.replica][request_id]
+        self._booked_open[booking.replica] -= 1
+        return booking

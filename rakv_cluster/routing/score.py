@@ -1,0 +1,219 @@
+"""What a request would take on each replica, in milliseconds, and which replica gets it.
+
+Pure: arrays in, arrays out. DESIGN.md section 9:
+
+    total = backlog + slot wait + min over {no cache; reuse up to a cut} of (load + prefill)
+            + expected output x ms per emitted token
+
+Reuse here is of whole leading chunks, as in exact mode; the worker's own planner decides again
+with what it finds. One request against R replicas and C chunks is a handful of passes over
+[R, C] arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class Reach(IntEnum):
+    """Where a replica would get a chunk's KV from, cheapest first behind ``NONE``."""
+
+    NONE = 0
+    RAM = 1
+    DISK = 2
+    REMOTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request as the score sees it: C leading chunks that end at ``chunk_ends``.
+
+    ``output_tokens`` is an expectation. The prompt's last token is always computed: its logits
+    are needed.
+    """
+
+    prompt_tokens: int
+    chunk_ends: Ints
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What is known of R replicas at one moment; every array has length R.
+
+    ``backlog_ms``        work queued in front of a new request
+    ``open_requests``     requests it runs or queues; ``slots`` of them it runs at once
+    ``prefill_ms``        to compute one token at position 0
+    ``prefill_slope_ms``  what that grows by per token of context
+    ``ram_ms`` ``disk_ms`` ``remote_ms``  to load one token's KV from there
+    ``chunk_ms``          to load a chunk, whatever its size
+    ``token_ms``          per emitted token of one request alone, at the number of drafts that the
+                          replica's controller would use for this kind of work; where it has not
+                          seen any, what it expects, rather too little than too much, so that it
+                          gets to see some
+    ``token_ms_slope``    what that grows by per other open request
+
+    ``measured`` is false as long as no replica has reported costs; the others are then unused.
+    """
+
+    backlog_ms: Floats
+    open_requests: Floats
+    slots: Floats
+    prefill_ms: Floats
+    prefill_slope_ms: Floats
+    ram_ms: Floats
+    disk_ms: Floats
+    remote_ms: Floats
+    chunk_ms: Floats
+    token_ms: Floats
+    token_ms_slope: Floats
+    measured: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Terms of each replica's expected time, in ms, and the tokens it would reuse.
+
+    Before costs are known ``total_ms`` holds uncached tokens x (open requests + 1): an order, not
+    a time.
+    """
+
+    backlog_ms: Floats
+    slot_wait_ms: Floats
+    load_ms: Floats
+    prefill_ms: Floats
+    decode_ms: Floats
+    total_ms: Floats
+    reused_tokens: Ints
+    measured: bool
+
+
+def score(work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet) -> Scores:
+    """Every replica's terms; ``reach`` is [R, C] of :class:`Reach`."""
+    reach = reach[:, : _depth(reach)]
+    ends = np.minimum(work.chunk_ends[: reach.shape[1]], max(work.prompt_tokens - 1, 0))
+    if not fleet.measured:
+        return _unmeasured(work, reach, ends, fleet)
+    load_ms, prefill_ms, reused = _reuse(work, reach, ends, fleet)
+    decode_ms = work.output_tokens * (fleet.token_ms + fleet.token_ms_slope * fleet.open_requests)
+    excess = np.maximum(fleet.open_requests - fleet.slots + 1, 0.0)
+    slot_wait_ms = decode_ms * excess / fleet.slots
+    return Scores(
+        backlog_ms=fleet.backlog_ms,
+        slot_wait_ms=slot_wait_ms,
+        load_ms=load_ms,
+        prefill_ms=prefill_ms,
+        decode_ms=decode_ms,
+        total_ms=fleet.backlog_ms + slot_wait_ms + load_ms + prefill_ms + decode_ms,
+        reused_tokens=reused,
+        measured=True,
+    )
+
+
+def _depth(reach: npt.NDArray[np.uint8]) -> int:
+    """Number of leading chunks that at least one replica reaches without a gap."""
+    somewhere = (reach != Reach.NONE).any(axis=0)
+    return int(somewhere.argmin()) if not somewhere.all() else len(somewhere)
+
+
+def _reuse(
+    work: Work, reach: npt.NDArray[np.uint8], ends: Ints, fleet: Fleet
+) -> tuple[Floats, Floats, Ints]:
+    """Load and prefill time at each replica's best cut, and the tokens reused there."""
+    replicas, chunks = reach.shape
+    rows = np.arange(replicas)
+    starts = np.concatenate(([0], ends))
+    tokens, halves = work.prompt_tokens - starts, (work.prompt_tokens**2 - starts**2) / 2
+    rest_ms = np.outer(fleet.prefill_ms, tokens) + np.outer(fleet.prefill_slope_ms, halves)
+    if not chunks:
+        return np.zeros(replicas), rest_ms[:, 0], np.zeros(replicas, dtype=np.int64)
+    missing = np.full(replicas, np.inf)
+    rates = np.stack((missing, fleet.ram_ms, fleet.disk_ms, fleet.remote_ms), axis=1)
+    # What cannot be reached takes for ever, and so does all behind it.
+    chunk_ms = np.take(rates.ravel(), reach + 4 * rows[:, None]) * np.diff(starts, prepend=0)[1:]
+    load_ms = np.zeros((replicas, chunks + 1))
+    np.cumsum(chunk_ms + fleet.chunk_ms[:, None], axis=1, out=load_ms[:, 1:])
+    cut = np.argmin(load_ms + rest_ms, axis=1)
+    return load_ms[rows, cut], rest_ms[rows, cut], starts[cut]
+
+
+def _unmeasured(work: Work, reach: npt.NDArray[np.uint8], ends: Ints, fleet: Fleet) -> Scores:
+    held = np.logical_and.accumulate(reach != Reach.NONE, axis=1).sum(axis=1)
+    reused = np.concatenate(([0], ends))[held]
+    nothing = np.zeros(len(held))
+    uncached = (work.prompt_tokens - reused).astype(np.float64)
+    return Scores(
+        backlog_ms=nothing,
+        slot_wait_ms=nothing,
+        load_ms=nothing,
+        prefill_ms=nothing,
+        decode_ms=nothing,
+        total_ms=uncached * (fleet.open_requests + 1),
+        reused_tokens=reused,
+        measured=False,
+    )
+
+
+class Reason(str, Enum):
+    """Why a replica was chosen."""
+
+    FASTEST = "fastest"
+    TIED = "tied"
+    EXPLORED = "explored"
+    UNMEASURED = "unmeasured"
+    ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Replicas' indices, the chosen one first, then by expected time."""
+
+    order: Sequence[int]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSettings:
+    """``exploration`` is the share of requests sent anywhere, so that a replica thought slow can
+    show that it is not; ``tie_share`` is how much worse than the best still counts as equal."""
+
+    exploration: float = 0.01
+    tie_share: float = 0.01
+    ranked: int = 4
+
+
+def choose(
+    scores: Scores, candidates: Ints, settings: ChoiceSettings, rng: np.random.Generator
+) -> Choice:
+    """Pick among ``candidates`` (indices, at least one); at most ``settings.ranked`` are ordered.
+
+    Raises ``FloatingPointError`` if no candidate has a finite expectation.
+    """
+    total_ms = scores.total_ms[candidates]
+    best = int(np.argmin(total_ms))
+    if not np.isfinite(total_ms[best]):
+        raise FloatingPointError("no replica has a finite expected time")
+    if len(candidates) == 1:
+        return Choice((int(candidates[0]),), Reason.ONLY)
+    reason = Reason.FASTEST if scores.measured else Reason.UNMEASURED
+    ties = np.flatnonzero(total_ms <= total_ms[best] * (1 + settings.tie_share))
+    if len(ties) > 1:
+        best = int(ties[rng.integers(len(ties))])
+        reason = Reason.TIED if scores.measured else reason
+    if rng.random() < settings.exploration:
+        best, reason = int(rng.integers(len(candidates))), Reason.EXPLORED
+    count = min(settings.ranked, len(candidates))
+    ranked = np.argpartition(total_ms, count - 1)[:count]
+    ranked = ranked[np.argsort(total_ms[ranked])]
+    order = (best, *(int(index) for index in ranked if index != best))
+    return Choice(tuple(int(candidates[index]) for index in order), reason)

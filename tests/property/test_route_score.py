@@ -1,0 +1,201 @@
+"""The score against its definition, and what no input may do to a decision."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rakv_cluster.routing.policy import Decision, RoutePolicy, RouteRequest, RouteSettings, explain
+from rakv_cluster.routing.report import decode_report
+from rakv_cluster.routing.score import (
+    ChoiceSettings,
+    Fleet,
+    Reach,
+    Reason,
+    Scores,
+    Work,
+    choose,
+    score,
+)
+from rakv_cluster.testing.clock import ManualClock
+
+positive = st.floats(1e-3, 1e3)
+
+
+def fleet(size: int, rng: np.random.Generator, **known: float) -> Fleet:
+    """Random costs, all at least 0.1."""
+    names = [name for name in Fleet.__dataclass_fields__ if name != "measured"]
+    values = {name: 0.1 + 10 * rng.random(size) for name in names}
+    return Fleet(**{**values, **{name: np.full(size, value) for name, value in known.items()}})
+
+
+def reuse_by_definition(work: Work, reach: list[Reach], fleet: Fleet, row: int) -> float:
+    """Least ms of load and prefill over every cut that is reached without a gap."""
+    rate = {
+        Reach.RAM: fleet.ram_ms[row],
+        Reach.DISK: fleet.disk_ms[row],
+        Reach.REMOTE: fleet.remote_ms[row],
+    }
+
+    def prefill(start: int) -> float:
+        total = work.prompt_tokens
+        slope = fleet.prefill_slope_ms[row] * (total**2 - start**2) / 2
+        return float(fleet.prefill_ms[row] * (total - start) + slope)
+
+    best, loaded, start = prefill(0), 0.0, 0
+    for kind, chunk_end in zip(reach, work.chunk_ends.tolist(), strict=True):
+        if kind is Reach.NONE:
+            break
+        end = min(chunk_end, work.prompt_tokens - 1)
+        loaded += rate[kind] * (end - start) + fleet.chunk_ms[row]
+        best, start = min(best, loaded + prefill(end)), end
+    return best
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=12),
+    tail=st.integers(0, 50),
+    replicas=st.integers(1, 5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_reuse_is_the_best_cut_without_a_gap(
+    lengths: list[int], tail: int, replicas: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    work = Work(max(int(ends[-1]) if lengths else 0, 1) + tail, ends, 10.0)
+    reach = rng.integers(0, 4, (replicas, len(lengths))).astype(np.uint8)
+    known = fleet(replicas, rng)
+
+    scores = score(work, reach, known)
+
+    for row in range(replicas):
+        expected = reuse_by_definition(work, [Reach(kind) for kind in reach[row]], known, row)
+        assert scores.load_ms[row] + scores.prefill_ms[row] == pytest.approx(expected)
+        assert 0 <= scores.reused_tokens[row] < work.prompt_tokens
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_terms_add_up_and_are_explained(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(rng.integers(1, 200, 8))
+    work = Work(int(ends[-1]) + 5, ends, 50.0)
+    scores = score(work, rng.integers(0, 4, (6, 8)).astype(np.uint8), fleet(6, rng))
+    ids = tuple("abcdef")
+
+    lines = explain(Decision(ids, Reason.FASTEST, ids, scores))
+
+    for line in lines:
+        terms = {k: v for k, v in asdict(line).items() if k.endswith("_ms") and k != "expected_ms"}
+        assert line.expected_ms == pytest.approx(sum(terms.values()))
+        assert min(terms.values()) >= 0
+
+
+@given(seed=st.integers(0, 2**32 - 1), extra_ms=positive)
+def test_a_busier_replica_is_expected_later_by_just_that(seed: int, extra_ms: float) -> None:
+    rng = np.random.default_rng(seed)
+    work = Work(500, np.asarray([200, 400]), 20.0)
+    reach = rng.integers(0, 4, (3, 2)).astype(np.uint8)
+    known = fleet(3, rng)
+
+    busier = np.asarray([extra_ms, 0.0, 0.0])
+    before = score(work, reach, known)
+    after = score(work, reach, replace(known, backlog_ms=known.backlog_ms + busier))
+
+    assert after.total_ms - before.total_ms == pytest.approx(busier, abs=1e-6)
+
+
+def test_before_costs_are_known_uncached_tokens_and_load_decide() -> None:
+    rng = np.random.default_rng(0)
+    known = replace(fleet(3, rng), open_requests=np.asarray([0.0, 1.0, 0.0]), measured=False)
+    reach = np.asarray([[0, 1], [1, 1], [1, 0]], dtype=np.uint8)
+
+    scores = score(Work(100, np.asarray([40, 80]), 10.0), reach, known)
+
+    assert scores.total_ms.tolist() == [100.0, 40.0, 60.0]
+    assert not scores.measured
+
+
+def scores_of(*total_ms: float) -> Scores:
+    total = np.asarray(total_ms)
+    nothing = np.zeros(len(total))
+    return Scores(nothing, nothing, nothing, nothing, nothing, total, nothing.astype(int), True)
+
+
+def test_ties_are_shared_and_exploration_reaches_everyone() -> None:
+    rng = np.random.default_rng(1)
+    candidates = np.arange(3)
+    settings = ChoiceSettings(exploration=0.1, tie_share=0.01)
+
+    picks = [choose(scores_of(10.0, 10.05, 50.0), candidates, settings, rng) for _ in range(3000)]
+
+    first = [sum(pick.order[0] == index for pick in picks) for index in range(3)]
+    assert 0.4 < first[0] / 3000 < 0.6
+    assert 0.4 < first[1] / 3000 < 0.6
+    assert 0.02 < first[2] / 3000 < 0.05  # a third of a tenth
+    assert {pick.reason for pick in picks if pick.order[0] == 2} == {Reason.EXPLORED}
+
+
+def test_order_is_by_expected_time_and_bounded() -> None:
+    settings = ChoiceSettings(exploration=0.0, ranked=3)
+    choice = choose(
+        scores_of(5.0, 1.0, 4.0, 2.0, 3.0),
+        np.asarray([0, 2, 3, 4]),
+        settings,
+        np.random.default_rng(0),
+    )
+    assert choice.order == (3, 4, 2)
+    assert choice.reason is Reason.FASTEST
+
+
+def test_without_a_finite_expectation_there_is_no_choice() -> None:
+    with pytest.raises(FloatingPointError):
+        choose(scores_of(np.nan, np.inf), np.arange(2), ChoiceSettings(), np.random.default_rng(0))
+
+
+absurd = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.integers(-(10**400), 10**400),
+    st.none(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.binary(max_size=2000),
+    st.lists(st.integers(), max_size=2),
+)
+FIELDS = [
+    "format", "beat", "backlog_ms", "open_requests", "slots", "prefill_ms", "prefill_slope_ms",
+    "ram_ms", "disk_ms", "remote_ms", "chunk_ms", "token_ms", "token_ms_slope", "pace", "hot",
+]  # fmt: skip
+stats = st.one_of(
+    absurd,
+    st.dictionaries(st.sampled_from(FIELDS), absurd).map(lambda each: {**each, "format": 1}),
+    st.fixed_dictionaries(
+        {"format": st.just(1), "pace": st.dictionaries(st.text(max_size=3) | st.floats(), absurd)}
+    ),
+)
+
+
+@settings(max_examples=150)
+@given(reports=st.lists(st.tuples(st.sampled_from("abcx"), stats, st.floats(0, 30)), max_size=12))
+def test_whatever_replicas_say_someone_is_chosen(
+    reports: list[tuple[str, object, float]],
+) -> None:
+    clock = ManualClock()
+    policy = RoutePolicy(RouteSettings(), clock, np.random.default_rng(0))
+    policy.view.set_replicas({"a": "n1", "b": "n1", "c": "n2"}, clock.monotonic_s())
+    keys = tuple(bytes([number]) * 32 for number in range(3))
+
+    for number, (replica, said, wait_s) in enumerate(reports):
+        policy.view.report(replica, decode_report(said), clock.monotonic_s())
+        clock.advance(wait_s)
+        request = RouteRequest(f"q{number}", keys, np.asarray([64, 128, 192]), 200, 30.0, "chat")
+        decision = policy.decide(request)
+        policy.book(request, decision, decision.order[0])
+
+        assert decision.order[0] in {"a", "b", "c"}
+        assert np.isfinite(decision.scores.total_ms).all()
+        assert (decision.scores.total_ms >= 0).all()

@@ -1,0 +1,281 @@
+"""What a router knows and forgets."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from rakv_cluster.routing.hot_set import BITS, CAPACITY, HASHES, HotSets, encode_hot_set, hash_rows
+from rakv_cluster.routing.loads import Loads, LoadSettings
+from rakv_cluster.routing.locations import directory_holders
+from rakv_cluster.routing.output_length import OutputLengths
+from rakv_cluster.routing.policy import RoutePolicy, RouteRequest, RouteSettings
+from rakv_cluster.routing.report import (
+    BEAT_S,
+    FIELDS,
+    ReplicaReport,
+    decode_report,
+    encode_report,
+)
+from rakv_cluster.routing.score import ChoiceSettings, Reason
+from rakv_cluster.testing.clock import ManualClock
+
+EXACT = RouteSettings(choice=ChoiceSettings(exploration=0.0))
+
+
+def key_of(name: object) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def report(**changes: object) -> ReplicaReport:
+    usual: dict[str, object] = {
+        "backlog_ms": 0.0, "open_requests": 0.0, "slots": 16.0, "prefill_ms": 1.0,
+        "prefill_slope_ms": 0.0, "ram_ms": 0.01, "disk_ms": 0.1, "remote_ms": 0.3,
+        "chunk_ms": 0.3, "token_ms": 20.0, "token_ms_slope": 0.0,
+    }  # fmt: skip
+    return ReplicaReport(**{**usual, **changes})  # type: ignore[arg-type]  # a test's shorthand
+
+
+def request(name: str = "q", document: str = "d", **changes: object) -> RouteRequest:
+    keys = tuple(key_of((document, chunk)) for chunk in range(4))
+    usual: dict[str, object] = {
+        "request_id": name, "keys": keys, "chunk_ends": np.arange(1, 5) * 100,
+        "prompt_tokens": 420, "output_tokens": 10.0,
+    }  # fmt: skip
+    return RouteRequest(**{**usual, **changes})  # type: ignore[arg-type]  # a test's shorthand
+
+
+class Router:
+    """A policy over replicas a, b (on node n1) and c (on n2), all of which have reported."""
+
+    def __init__(self, settings: RouteSettings = EXACT) -> None:
+        self.clock = ManualClock()
+        self.policy = RoutePolicy(settings, self.clock, np.random.default_rng(0))
+        self.members("a", "b", "c")
+        for replica in "abc":
+            self.hear(replica)
+
+    def members(self, *ids: str) -> None:
+        nodes = {replica: "n2" if replica == "c" else "n1" for replica in ids}
+        self.policy.view.set_replicas(nodes, self.clock.monotonic_s())
+
+    def hear(self, replica: str, **changes: object) -> None:
+        self.policy.view.report(replica, report(**changes), self.clock.monotonic_s())
+
+    def route(self, asked: RouteRequest) -> str:
+        decision = self.policy.decide(asked)
+        self.policy.book(asked, decision, decision.order[0])
+        return decision.order[0]
+
+
+def test_a_hot_set_claims_all_it_holds_and_little_else() -> None:
+    held = [key_of(number) for number in range(CAPACITY)]
+    sets = HotSets(3)
+    sets.set(1, encode_hot_set(held))
+
+    assert sets.lookup(hash_rows(held))[1].all()
+    strangers = hash_rows([key_of(("other", number)) for number in range(20_000)])
+    stated = (1 - math.exp(-HASHES * CAPACITY / BITS)) ** HASHES
+    assert stated == pytest.approx(0.0024, abs=1e-4)
+    assert sets.lookup(strangers)[1].mean() < 2 * stated
+    assert not sets.lookup(strangers)[[0, 2]].any()
+
+
+def test_a_hot_set_keeps_the_newest_and_survives_garbage() -> None:
+    newest = [key_of(number) for number in range(CAPACITY + 100)]
+    sets = HotSets(1)
+    sets.set(0, encode_hot_set(newest))
+    assert sets.lookup(hash_rows(newest[CAPACITY:])).mean() < 0.1
+    sets.set(0, b"\xff" * 7)
+    assert not sets.lookup(hash_rows(newest)).any()
+
+
+def test_reports_survive_the_way_and_say_the_same_when_idle() -> None:
+    said = report(pace={"chat": 12.3456}, hot=encode_hot_set([key_of(1)]))
+    stats = encode_report(said, now_s=BEAT_S * 7)
+    assert encode_report(said, now_s=BEAT_S * 7.9) == stats
+    assert encode_report(said, now_s=BEAT_S * 8.1) != stats
+    heard = decode_report(stats)
+    assert heard.numbers() == said.numbers()
+    assert heard.hot == said.hot
+    assert heard.pace == {"chat": 12.3}
+
+
+def test_every_number_of_a_report_has_a_plausible_range() -> None:
+    assert {each.name for each in fields(ReplicaReport)} == {*FIELDS, "pace", "hot"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30, 10**400, "7", None, True])
+def test_what_no_machine_can_mean_is_unknown(value: object) -> None:
+    heard = decode_report({**encode_report(report(), 0.0), "backlog_ms": value})
+    assert math.isnan(heard.backlog_ms)
+    assert heard.prefill_ms == 1.0
+
+
+def test_a_document_goes_back_to_its_replica_before_and_after_the_report() -> None:
+    router = Router()
+    first = router.route(request("q0"))
+    router.clock.advance(1.0)
+    assert router.route(request("q1")) == first
+
+    router.clock.advance(60.0)  # the prediction is over, the hot set speaks
+    router.hear(first, hot=encode_hot_set(request().keys))
+    for other in {"a", "b", "c"} - {first}:
+        router.hear(other)
+    assert router.route(request("q2")) == first
+
+
+def test_predictions_end() -> None:
+    router = Router()
+    router.route(request("q0"))
+    router.clock.advance(30.0)
+    decision = router.policy.decide(request("q1"))
+    assert (decision.scores.reused_tokens == 0).all()
+
+
+def test_a_busy_replica_sheds_its_document() -> None:
+    router = Router()
+    first = router.route(request("q0"))
+    router.hear(first, backlog_ms=5000.0, hot=encode_hot_set(request().keys))
+    assert router.route(request("q1")) != first
+
+
+def test_disk_locations_count_by_node() -> None:
+    router = Router()
+    keys = request().keys
+    located = dict.fromkeys(keys[:3], ("n2",))
+    asked = request(holders=directory_holders(keys, located))
+    scores = router.policy.decide(asked).scores
+    assert scores.load_ms == pytest.approx([90.9, 90.9, 30.9])
+    assert router.route(asked) == "c"
+
+
+def test_a_gap_in_the_directory_ends_the_holders() -> None:
+    assert directory_holders((b"a", b"b", b"c"), {b"a": ("n",), b"c": ("n",)}) == (("n",),)
+
+
+def test_what_is_booked_counts_at_once_and_once() -> None:
+    router = Router()
+    spread = {router.route(request(f"q{n}", document=f"d{n}")) for n in range(3)}
+    assert spread == {"a", "b", "c"}
+    router.clock.advance(2.0)
+    router.hear("a", backlog_ms=420.0, open_requests=1.0)
+    loads = router.policy.view.loads
+    assert loads.backlog_ms(router.clock.monotonic_s())[0] == pytest.approx(420.0)
+    assert loads.open_requests(router.clock.monotonic_s())[0] == 1.0
+
+
+def test_a_report_does_not_undo_what_was_sent_after_it_was_made() -> None:
+    loads = Loads(1, LoadSettings(report_lag_s=1.2), 0.0)
+    loads.book("early", 0, 300.0, 0.0)
+    loads.book("late", 0, 500.0, 1.5)
+    loads.report(0, 100.0, 1.0, 2.0)
+    assert loads.backlog_ms(2.0)[0] == 600.0
+    assert loads.open_requests(2.0)[0] == 2.0
+
+
+def test_backlog_is_worked_off_and_bookings_fade() -> None:
+    loads = Loads(1, LoadSettings(booking_ttl_s=5.0), 0.0)
+    loads.book("q", 0, 300.0, 0.0)
+    assert loads.backlog_ms(0.1)[0] == pytest.approx(200.0)
+    assert loads.backlog_ms(9.0)[0] == 0.0
+    assert loads.open_requests(4.9)[0] == 1.0
+    assert loads.open_requests(5.1)[0] == 0.0
+    assert len(loads) == 0
+
+
+def test_a_rerouted_request_is_booked_once() -> None:
+    loads = Loads(2, LoadSettings(), 0.0)
+    loads.book("q", 0, 300.0, 0.0)
+    loads.book("q", 1, 300.0, 0.0)
+    assert loads.backlog_ms(0.0).tolist() == [0.0, 300.0]
+    loads.complete("q", 1)
+    assert loads.open_requests(0.0).tolist() == [0.0, 0.0]
+
+
+def test_silence_is_not_idleness() -> None:
+    router = Router()
+    router.clock.advance(20.0)
+    router.hear("a", backlog_ms=900.0)
+    router.hear("b", backlog_ms=700.0)
+    backlog = router.policy.view.loads.backlog_ms(router.clock.monotonic_s())
+    assert backlog.tolist() == [900.0, 700.0, 800.0]
+
+
+def test_costs_of_a_silent_replica_become_those_of_the_others() -> None:
+    router = Router()
+    router.hear("c", prefill_ms=50.0, hot=encode_hot_set(request().keys))
+    router.clock.advance(61.0)
+    router.hear("a")
+    router.hear("b")
+    scores = router.policy.decide(request()).scores
+    assert scores.prefill_ms.tolist() == [420.0] * 3
+
+
+def test_a_new_replica_takes_work_before_it_reports() -> None:
+    router = Router()
+    for replica in "abc":
+        router.hear(replica, backlog_ms=400.0)
+    router.members("a", "b", "c", "d")
+    decision = router.policy.decide(request())
+    assert decision.order[0] == "d"
+    assert decision.scores.measured
+
+
+def test_a_replica_that_is_gone_is_forgotten() -> None:
+    router = Router()
+    gone = router.route(request("q0"))
+    stay = [replica for replica in "abc" if replica != gone]
+    router.members(*stay)
+    router.hear(gone)
+    assert router.route(request("q1")) in stay
+    router.members(*stay, gone)
+    assert (router.policy.decide(request("q2")).scores.backlog_ms > 0).sum() == 1
+
+
+def test_only_candidates_are_chosen() -> None:
+    router = Router()
+    asked = request()
+    assert router.policy.decide(asked, ["b", "unknown"]).order == ("b",)
+    assert router.policy.decide(asked, ["b"]).reason is Reason.ONLY
+    with pytest.raises(LookupError):
+        router.policy.decide(asked, ["unknown"])
+
+
+def test_the_pace_of_a_kind_of_work_decides_where_it_runs() -> None:
+    router = Router()
+    for replica, copy_ms, chat_ms in (("a", 8.0, 20.0), ("b", 20.0, 12.0), ("c", 20.0, 20.0)):
+        router.hear(replica, pace={"copy": copy_ms, "chat": chat_ms})
+    assert router.policy.decide(request(kind="copy", output_tokens=100.0)).order[0] == "a"
+    assert router.policy.decide(request(kind="chat", output_tokens=100.0)).order[0] == "b"
+
+
+def test_memory_stays_bounded() -> None:
+    router = Router()
+    for number in range(8_000):
+        asked = request(f"q{number}", document=f"d{number}", kind=f"k{number}")
+        router.route(asked)
+        router.hear("a", pace={f"k{number}": 1.0})
+        router.clock.advance(0.01)
+    view, limits = router.policy.view, EXACT.view.locations
+    assert view.locations.predictions == limits.max_predictions
+    assert len(view.loads) <= 5.0 / 0.01 + 1
+    assert view.kinds <= 64
+
+
+def test_answers_are_expected_as_long_as_the_last_ones() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("chat", "t", 40) == 40
+    assert lengths.expected("chat", "t", 4000) == 128
+    for _ in range(100):
+        lengths.observe("chat", "t", 300)
+        lengths.observe("chat", "u", 10)
+    assert lengths.expected("chat", "t", 4000) == pytest.approx(300, rel=0.01)
+    assert 10 < lengths.expected("chat", "new", 4000) < 300
+    for number in range(6_000):
+        lengths.observe("chat", f"t{number}", 5)
+    assert len(lengths) <= 4096
