@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import rakv_cluster
-from rakv_cluster.cli import ask, demo, keys, models, serve
+from rakv_cluster.cli import ask, batch, demo, keys, models, serve
 from rakv_cluster.errors import RakvError
 
 USAGE_ERROR = 2
@@ -41,6 +41,7 @@ app.command()(ask.ask)
 app.command()(demo.demo)
 app.add_typer(models.app, name="model")
 app.add_typer(keys.app, name="key")
+app.add_typer(batch.app, name="batch")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Many prompts over a folder of documents, by a running service."""

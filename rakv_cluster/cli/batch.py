@@ -1,0 +1,191 @@
+"""``rakv batch``: many prompts over a folder of documents, by a running service.
+
+Exit codes: 0 all rows answered; 1 finished, but rows have errors; 2 the job cannot be run as given;
+3 stopped before the end (no service, no access): run again with ``--resume``; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rakv_cluster.batch.documents import DocumentSet, load_documents
+from rakv_cluster.batch.journal import Journal, RowResult
+from rakv_cluster.batch.output import check_format, stats_path, write_results
+from rakv_cluster.batch.planner import Plan
+from rakv_cluster.batch.rows import Job, read_rows
+from rakv_cluster.batch.runner import run_rows
+from rakv_cluster.client import Answer, AsyncClient, Document, Message, Options, RetryPolicy
+from rakv_cluster.client.transport import DEFAULT_URL
+from rakv_cluster.clock import Clock, SystemClock
+from rakv_cluster.errors import ConfigError, RakvError
+
+app = typer.Typer(no_args_is_help=True, help="Many prompts over a folder of documents.")
+
+ROW_ERRORS, STOPPED, INTERRUPTED = 1, 3, 130
+_PATIENT = RetryPolicy(attempts=20, max_s=60.0)
+
+
+@app.command()
+def run(
+    *,
+    prompts: Annotated[
+        Path, typer.Option(help="A prompt per line, or .jsonl with prompt, id, documents.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where answers go: .jsonl or .parquet.")],
+    docs: Annotated[
+        Path | None, typer.Option(help="Folder of text, Markdown, code, HTML, PDF.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="Where the service answers.")] = DEFAULT_URL,
+    api_key: Annotated[
+        str, typer.Option(envvar="RAKV_API_KEY", help="Where the service asks for one.")
+    ] = "",
+    template: Annotated[
+        str, typer.Option(help="The question around $prompt; $document is the document's name.")
+    ] = "$prompt",
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="For temperatures above 0.")] = 0,
+    window: Annotated[int, typer.Option(min=1, max=256, help="Requests at once.")] = 8,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run stopped.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="With --resume: ask rows with errors again.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; ask nothing.")] = False,
+) -> None:
+    """Ask every prompt about every document (or about those it names), in the order that reuses
+    most; answers are written in the order of the input.
+
+    Example: rakv batch run --docs manuals --prompts questions.txt --out answers.jsonl
+    """
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    check_format(out)
+    documents = load_documents(docs) if docs else DocumentSet({}, {})
+    options: Options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    job = Job(read_rows(prompts, documents.texts, template), documents.texts, system, dict(options))
+    planned = job.plan()
+    _show_plan(console, job, planned, documents)
+    if dry_run:
+        return
+    target = Target(url, api_key, options, window)
+    with _journal(job, out, resume=resume) as journal:
+        again = journal.failed if retry_errors else frozenset()
+        todo = [index for index in planned.order if index not in journal or index in again]
+        try:
+            _work(job, todo, journal, target, console)
+        except KeyboardInterrupt as interrupt:
+            console.print("interrupted; go on with --resume")
+            raise typer.Exit(INTERRUPTED) from interrupt
+        except RakvError as error:
+            console.print(f"[bold red]stopped:[/] {error.message}; go on with --resume")
+            raise typer.Exit(STOPPED) from error
+        write_results(job, journal, out)
+        failed = len(journal.failed)
+    _journal_path(out).unlink()
+    console.print(f"{len(job.rows)} rows in {out}, {failed} with errors; {stats_path(out)}")
+    if failed:
+        raise typer.Exit(ROW_ERRORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The service and how it is asked."""
+
+    url: str
+    api_key: str
+    options: Options
+    window: int
+
+
+def _work(
+    job: Job, todo: Sequence[int], journal: Journal, target: Target, console: Console
+) -> None:
+    clock = SystemClock()
+    with _Progress(console, len(job.rows), len(job.rows) - len(todo), clock) as progress:
+        asyncio.run(_ask_all(job, todo, journal, target, progress))
+
+
+async def _ask_all(
+    job: Job, todo: Sequence[int], journal: Journal, target: Target, progress: _Progress
+) -> None:
+    front = [Message("system", job.system)] if job.system else []
+    async with AsyncClient(target.url, api_key=target.api_key, retries=_PATIENT) as client:
+
+        async def ask(index: int) -> Answer:
+            row = job.rows[index]
+            return await client.chat(
+                [*front, Message("user", row.question)],
+                documents=[Document(job.documents[name], name) for name in row.documents],
+                **target.options,
+            )
+
+        await run_rows(todo, ask, journal, window=target.window, on_result=progress.add)
+
+
+class _Progress:
+    """A bar with rows, tokens per second, share of reuse, and time left."""
+
+    def __init__(self, console: Console, total: int, done: int, clock: Clock) -> None:
+        figures = TextColumn("{task.fields[figures]}")
+        self._bar = Progress(
+            TextColumn("rows"), BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn(),
+            console=console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("rows", total=total, completed=done, figures="")
+        self._clock = clock
+        self._started_s = clock.monotonic_s()
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def add(self, result: RowResult) -> None:
+        """Count one finished row."""
+        self._prompt_tokens += result.prompt_tokens
+        self._cached_tokens += result.cached_tokens
+        self._output_tokens += result.output_tokens
+        elapsed_s = max(self._clock.monotonic_s() - self._started_s, 1e-9)
+        rate = (self._prompt_tokens + self._output_tokens) / elapsed_s
+        share = self._cached_tokens / max(self._prompt_tokens, 1)
+        self._bar.update(
+            self._task, advance=1, figures=f"{rate:.0f} tokens/s, {share:.0%} of prompts reused"
+        )
+
+
+def _show_plan(console: Console, job: Job, planned: Plan, documents: DocumentSet) -> None:
+    total = max(planned.total, 1)
+    console.print(
+        f"{len(job.rows)} rows over {len(documents.texts)} documents, {planned.total} characters; "
+        f"expected reuse: {planned.reused / total:.0%} in the planned order "
+        f"(at least {planned.reused_as_given / total:.0%} as given)"
+    )
+    for name, reason in documents.skipped.items():
+        console.print(f"skipped {name}: {reason}")
+
+
+def _journal(job: Job, out: Path, *, resume: bool) -> Journal:
+    path = _journal_path(out)
+    if not resume and (path.exists() or out.exists()):
+        found = path if path.exists() else out
+        raise ConfigError(
+            f"{found} exists: go on with --resume, or delete it to start over", field="out"
+        )
+    if resume and out.exists() and not path.exists():
+        raise ConfigError(f"{out} is finished: nothing to resume", field="out")
+    return Journal(path, job.digest)
+
+
+def _journal_path(out: Path) -> Path:
+    return out.with_name(f"{out.name}.journal")

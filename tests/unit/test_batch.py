@@ -1,0 +1,399 @@
+"""Documents, rows, the window, the output files and the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from click.testing import Result
+from fastapi import FastAPI
+from pypdf import PdfWriter
+from typer.testing import CliRunner
+
+from rakv_cluster.batch.documents import load_documents
+from rakv_cluster.batch.html_text import html_to_text
+from rakv_cluster.batch.journal import Journal, RowResult
+from rakv_cluster.batch.output import write_results
+from rakv_cluster.batch.rows import Job, Row, read_rows
+from rakv_cluster.batch.runner import run_rows
+from rakv_cluster.cli.main import app
+from rakv_cluster.client import Answer
+from rakv_cluster.config import Settings
+from rakv_cluster.errors import ConfigError, InvalidRequest, RakvError, Unavailable
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.http_server import http_server
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
+
+DOCUMENTS = {"a.txt": "Text of a. " * 60, "b.txt": "Text of b. " * 60}
+
+
+def answer(text: str = "yes") -> Answer:
+    details = {"cached_tokens": 3}
+    usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": details}
+    return Answer(text, "stop", 0.1, 0.2, usage, {})
+
+
+# --- documents
+
+
+def test_a_folder_becomes_documents(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "z.md").write_text("# Title")
+    (tmp_path / "sub" / "code.py").write_text("print('é')")
+    (tmp_path / "page.HTML").write_text("<p>Hello <b>you</b></p>")
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfbom")
+
+    texts = load_documents(tmp_path).texts
+
+    assert texts == {
+        "bom.txt": "bom", "page.HTML": "Hello you", "sub/code.py": "print('é')", "z.md": "# Title",
+    }  # fmt: skip
+    assert list(texts) == sorted(texts)
+
+
+def test_what_holds_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "ok.txt").write_text("ok")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "zeros").write_bytes(b"a\0b")
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "broken.pdf").write_text("no pdf")
+    with (tmp_path / "empty.pdf").open("wb") as file:
+        writer = PdfWriter()
+        writer.add_blank_page(72, 72)
+        writer.write(file)
+
+    found = load_documents(tmp_path)
+
+    assert list(found.texts) == ["ok.txt"]
+    assert {name: reason.split(":")[0] for name, reason in found.skipped.items()} == {
+        "image.png": "not UTF-8",
+        "zeros": "binary",
+        "blank.txt": "no text",
+        "empty.pdf": "no text",
+        "broken.pdf": "not a PDF that can be read",
+    }
+
+
+def test_links_out_of_the_folder_and_hidden_files_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "in.txt").write_text("in")
+    (folder / ".hidden").write_text("hidden")
+    os.symlink(tmp_path / "secret.txt", folder / "out.txt")
+    os.symlink(folder / "in.txt", folder / "same.txt")
+
+    assert list(load_documents(folder).texts) == ["in.txt", "same.txt"]
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(ConfigError):
+            load_documents(folder)
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<head><title>t</title></head><body>x</body>", "x"),
+        ("a<script>b</script>c<style>d</style>", "ac"),
+        ("<h1>A</h1><p>one\n  two</p><ul><li>x<li>y</ul>", "A\n\none two\n\nx\ny"),
+        ("<pre>a\n  b</pre>", "a\n  b"),
+        ("1 &lt; 2 &amp; 3&eacute;", "1 < 2 & 3é"),
+        ("</script></pre></b>text", "text"),
+        ("<p>unclosed <b>bold", "unclosed bold"),
+    ],
+)
+def test_html_gives_what_a_reader_sees(page: str, text: str) -> None:
+    assert html_to_text(page) == text
+
+
+# --- rows
+
+
+def rows_of(tmp_path: Path, text: str, name: str = "p.jsonl", template: str = "$prompt") -> Any:
+    path = tmp_path / name
+    path.write_text(text)
+    return read_rows(path, DOCUMENTS, template)
+
+
+def test_a_prompt_per_line_is_asked_about_every_document(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "One?\n\n  Two?  \n", "p.txt", "$document: $prompt")
+
+    assert rows == (
+        Row("1/a.txt", "a.txt: One?", ("a.txt",)),
+        Row("1/b.txt", "b.txt: One?", ("b.txt",)),
+        Row("3/a.txt", "a.txt: Two?", ("a.txt",)),
+        Row("3/b.txt", "b.txt: Two?", ("b.txt",)),
+    )
+
+
+def test_a_line_of_json_names_its_documents_in_order(tmp_path: Path) -> None:
+    rows = rows_of(
+        tmp_path,
+        '{"prompt": "q", "id": "x", "documents": ["b.txt", "a.txt"]}\n'
+        '{"prompt": "r", "documents": []}',
+    )
+
+    assert rows == (Row("x", "q", ("b.txt", "a.txt")), Row("2", "r", ()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no prompt"),
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: an object"),
+        ('{"prompt": "a"}\n{"promt": "a"}', "line 2: an object"),
+        ('{"prompt": 5}', "line 1: prompt must"),
+        ('{"prompt": " "}', "line 1: prompt must"),
+        ('{"prompt": "a", "id": 5}', "line 1: id must"),
+        ('{"prompt": "a", "documents": "a.txt"}', "line 1: documents must"),
+        ('{"prompt": "a", "documents": ["../a.txt"]}', "no document '../a.txt'"),
+        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "the id 'x"),
+    ],
+)
+def test_a_wrong_line_is_named(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rows_of(tmp_path, text)
+
+
+@pytest.mark.parametrize("template", ["$promt", "${", "$ 5"])
+def test_a_wrong_template_is_refused(template: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\$prompt"):
+        rows_of(tmp_path, "q", "p.txt", template)
+
+
+def test_the_digest_covers_what_results_depend_on() -> None:
+    row = Row("1", "q", ("a.txt",))
+    base = Job((row,), DOCUMENTS, "s", {"seed": 0})
+
+    others = [
+        Job((Row("1", "r", ("a.txt",)),), DOCUMENTS, "s", {"seed": 0}),
+        Job((row,), DOCUMENTS | {"a.txt": "changed"}, "s", {"seed": 0}),
+        Job((row,), DOCUMENTS, "t", {"seed": 0}),
+        Job((row,), DOCUMENTS, "s", {"seed": 1}),
+        Job((row, row), DOCUMENTS, "s", {"seed": 0}),
+    ]
+
+    assert base.digest == Job((row,), dict(DOCUMENTS), "s", {"seed": 0}).digest
+    assert len({base.digest, *(job.digest for job in others)}) == 6
+
+
+def test_rows_are_planned_document_by_document(tmp_path: Path) -> None:
+    job = Job(rows_of(tmp_path, "One?\nTwo?", "p.txt"), DOCUMENTS, "", {})
+
+    planned = job.plan()
+
+    assert planned.order == (0, 2, 1, 3)
+    assert planned.reused == len(DOCUMENTS["a.txt"]) + len(DOCUMENTS["b.txt"])
+    assert planned.reused_as_given == 0
+
+
+# --- the window
+
+
+async def test_at_most_the_window_runs_at_once_and_every_row_is_journalled(tmp_path: Path) -> None:
+    running, most, enough = 0, 0, asyncio.Event()
+
+    async def ask(index: int) -> Answer:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 3:
+            enough.set()
+        await asyncio.wait_for(enough.wait(), 10)
+        running -= 1
+        return answer(str(index))
+
+    with Journal(tmp_path / "j", "job") as journal:
+        await run_rows(range(20), ask, journal, window=3)
+        assert [r.text for r in journal.results(20)] == [str(i) for i in range(20)]
+    assert most == 3
+
+
+async def test_a_rows_own_error_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
+    async def ask(index: int) -> Answer:
+        if index == 1:
+            raise InvalidRequest("too long", field="prompt")
+        return answer()
+
+    with Journal(tmp_path / "j", "job") as journal:
+        await run_rows(range(3), ask, journal, window=2)
+        assert journal.failed == {1}
+        assert (journal.result(1).error_code, journal.result(1).error) == (
+            "invalid_request_error", "too long",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("raised", [Unavailable("gone"), RuntimeError("a bug")])
+async def test_what_is_not_the_rows_fault_ends_the_run_and_costs_no_row(
+    raised: Exception, tmp_path: Path
+) -> None:
+    cancelled: list[int] = []
+
+    async def ask(index: int) -> Answer:
+        if index == 2:
+            raise raised
+        try:
+            return await asyncio.wait_for(asyncio.Event().wait(), 60) and answer()
+        except asyncio.CancelledError:
+            cancelled.append(index)
+            raise
+
+    with Journal(tmp_path / "j", "job") as journal:
+        with pytest.raises(type(raised)):
+            await run_rows(range(9), ask, journal, window=3)
+        assert len(journal) == 0
+    assert cancelled == [0, 1]
+
+
+def test_memory_does_not_grow_with_the_answers(tmp_path: Path) -> None:
+    text = "x" * 100_000
+    with Journal(tmp_path / "j", "job") as journal:
+        tracemalloc.start()
+        for index in range(50):
+            journal.add(RowResult(index, text=text))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+        assert sum(len(result.text) for result in journal.results(50)) == 50 * len(text)
+    assert held_bytes < 5 * len(text)
+
+
+# --- output
+
+
+def test_both_formats_hold_the_rows_in_order(tmp_path: Path) -> None:
+    rows = tuple(Row(str(i), f"q{i}", ("a.txt",)) for i in range(3))
+    job = Job(rows, DOCUMENTS, "", {})
+    with Journal(tmp_path / "j", "job") as journal:
+        for index in (2, 0, 1):
+            journal.add(RowResult(index, text=f"Grüße {index}", cached_tokens=index))
+        for out in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
+            write_results(job, journal, out)
+
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    table = pyarrow.parquet.read_table(tmp_path / "o.parquet").to_pylist()
+    stats = [json.loads(line) for line in (tmp_path / "o.stats.jsonl").read_text().splitlines()]
+
+    assert lines == table
+    assert [line["text"] for line in lines] == ["Grüße 0", "Grüße 1", "Grüße 2"]
+    assert [line["cached_tokens"] for line in stats] == [0, 1, 2]
+    assert not list(tmp_path.glob(".*"))
+
+
+# --- the command
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    def respond(prompt: str) -> str:
+        if "impossible" in prompt:
+            raise RakvError("the engine failed")
+        return "An answer."
+
+    def build() -> FastAPI:
+        return scripted_app(ScriptedBackend(respond), Settings(), ManualClock())
+
+    with http_server(build) as url:
+        yield url
+
+
+def folder_of_documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in DOCUMENTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def batch(tmp_path: Path, *more: str) -> Result:
+    arguments = ["--docs", str(tmp_path / "docs"), "--prompts", str(tmp_path / "p.txt")]
+    return CliRunner().invoke(
+        app, ["batch", "run", *arguments, "--out", str(tmp_path / "o.jsonl"), *more]
+    )
+
+
+def test_the_command_answers_every_row_and_reuses(url: str, tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?\nTwo?\nThree?")
+
+    done = batch(tmp_path, "--url", url, "--window", "1")
+
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == [
+        "1/a.txt", "1/b.txt", "2/a.txt", "2/b.txt", "3/a.txt", "3/b.txt",
+    ]  # fmt: skip
+    assert {line["text"] for line in lines} == {"An answer."}
+    stats = [json.loads(x) for x in (tmp_path / "o.stats.jsonl").read_text().splitlines()]
+    assert [s["cached_tokens"] > 500 for s in stats] == [False, False, True, True, True, True]
+    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.stats.jsonl"]
+
+
+def test_a_dry_run_shows_the_plan_and_asks_nothing(tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?\nTwo?")
+
+    done = batch(tmp_path, "--dry-run", "--url", "http://127.0.0.1:1")
+
+    assert done.exit_code == 0, done.output
+    assert "4 rows over 2 documents" in done.output
+    assert "50% in the planned order" in done.output
+    assert not list(tmp_path.glob("o.*"))
+
+
+def test_rows_with_errors_give_exit_code_1_and_can_be_asked_again(url: str, tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?\nThe impossible?")
+
+    done = batch(tmp_path, "--url", url)
+
+    assert done.exit_code == 1
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [bool(line["error_code"]) for line in lines] == [False, False, True, True]
+    assert lines[2]["error"] == "the engine failed"
+    again = batch(tmp_path, "--url", url, "--resume")
+    assert (again.exit_code, "nothing to resume" in again.output) == (2, True)
+
+
+def test_what_is_there_is_never_overwritten(url: str, tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?")
+    (tmp_path / "o.jsonl").write_text("mine")
+
+    assert batch(tmp_path, "--url", url).exit_code == 2
+    assert (tmp_path / "o.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("out", ["o.csv", "gone/o.jsonl"])
+def test_an_output_that_cannot_be_written_is_refused_at_once(out: str, tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?")
+
+    assert batch(tmp_path, "--out", str(tmp_path / out)).exit_code == 2
+
+
+def test_a_refused_key_stops_the_job_with_exit_code_3(tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?")
+    settings = Settings.model_validate({"api_keys": '{"keys": []}'})
+
+    def build() -> FastAPI:
+        return scripted_app(ScriptedBackend(), settings, ManualClock())
+
+    with http_server(build) as url:
+        stopped = batch(tmp_path, "--url", url)
+
+    assert stopped.exit_code == 3
+    assert "no API key" in stopped.output
+    assert not (tmp_path / "o.jsonl").exists()
+    assert (tmp_path / "o.jsonl.journal").exists()
