@@ -18,12 +18,21 @@ from torch.nn import functional
 
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.layout import KvLayout, kv_dtype
-from rakv_cluster.model.kernels import Attention, CpuAttention, RowGroup, SdpaAttention
 from rakv_cluster.model.linear import PLAIN_ROWS, Kernel, Linear, RowPlan
+from rakv_cluster.model.row_attention import (
+    Attention,
+    CpuAttention,
+    RowGroup,
+    SdpaAttention,
+)
 from rakv_cluster.model.step import Step, check_spans
+from rakv_cluster.model.uniform_attention import UniformCpuAttention
 
 BLOCK_ROWS = 512
 """Rows that go through a layer together: their temporaries stay in the cache, and bounded."""
+
+_NO_BLOCKS = 1 << 30
+"""On an accelerator all rows run together."""
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -186,18 +195,27 @@ def _padded(values: torch.Tensor, count: int) -> torch.Tensor:
     return values if count == 0 else torch.cat([values, values[-1:].expand(count)])
 
 
+def _attention(*, on_cpu: bool, uniform: bool) -> Callable[[int, int, float], Attention]:
+    if not on_cpu:
+        return SdpaAttention
+    return UniformCpuAttention if uniform else CpuAttention
+
+
 class FusedLlamaRunner:
     """Runs steps on :class:`LlamaWeights`; see :class:`rakv_cluster.model.step.Runner`."""
 
-    def __init__(self, weights: LlamaWeights, *, rows: RowPlan = PLAIN_ROWS) -> None:
+    def __init__(
+        self, weights: LlamaWeights, *, rows: RowPlan = PLAIN_ROWS, uniform: bool = False
+    ) -> None:
+        """``uniform`` (CPU only): attention whose bits do not depend on how rows are packed."""
         self._weights = weights
         self._rows = rows
         self._layout = weights.layout
         self._rotary = RotaryTable(weights)
         on_cpu = weights.embedding.device.type == "cpu"
-        backend = CpuAttention if on_cpu else SdpaAttention
-        self._attention: Attention = backend(weights.heads, weights.kv_heads, weights.scale)
-        self._block_rows = BLOCK_ROWS if on_cpu else 1 << 30
+        backend = _attention(on_cpu=on_cpu, uniform=uniform)
+        self._attention = backend(weights.heads, weights.kv_heads, weights.scale)
+        self._block_rows = BLOCK_ROWS if on_cpu else _NO_BLOCKS
 
     @property
     def layout(self) -> KvLayout:
@@ -293,12 +311,8 @@ class FusedLlamaRunner:
 
     def _write(self, kv: torch.Tensor, group: RowGroup, layer: int) -> None:
         """Put rows ``[rows, 2 * kv_heads, head_dim]`` into their slots."""
-        slots = group.buffer.data[layer]
         rows = kv.view(len(kv), 2, -1, kv.shape[-1]).permute(1, 2, 0, 3)
-        if group.slots is None:
-            slots[:, :, group.key_stop - group.rows : group.key_stop] = rows
-        else:
-            slots[:, :, group.slots] = rows
+        group.buffer.data[layer][:, :, group.slots] = rows
 
     def _logits(self, hidden: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         count = len(logit_rows)

@@ -25,8 +25,8 @@ from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model import fused
 from rakv_cluster.model.fused import FusedLlamaRunner, LlamaWeights, llama_weights
-from rakv_cluster.model.kernels import SdpaAttention
 from rakv_cluster.model.linear import PLAIN_ROWS, UNIFORM_ROWS, Kernel, RowChoice, RowPlan
+from rakv_cluster.model.row_attention import SdpaAttention
 from rakv_cluster.model.step import Span, Step
 
 VOCAB = 211

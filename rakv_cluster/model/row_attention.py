@@ -24,18 +24,18 @@ from rakv_cluster.model.step import Span
 class RowGroup:
     """Rows ``[row_start, row_stop)`` of a step, all of one sequence, that attend together.
 
-    Every row sees slots ``[0, shared_keys)``. Of the slots ``[shared_keys, key_stop)`` row ``i``
-    sees the first ``i + 1`` where ``mask`` is None, else those where its mask is 0 and not -inf.
-    ``slots`` names the rows' own slots where they are not the last ones before ``key_stop``.
+    Their K/V go to ``slots``. Every row sees slots ``[0, shared_keys)``. Of the slots
+    ``[shared_keys, key_stop)`` row ``i`` sees the first ``i + 1`` where ``mask`` is None, else
+    those where its mask is 0 and not -inf.
     """
 
     buffer: KvBuffer
     row_start: int
     row_stop: int
+    slots: slice | torch.Tensor
     shared_keys: int
     key_stop: int
     mask: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -62,32 +62,57 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows of a span within one block."""
+class Run:
+    """Rows of one span that a block holds; ``positions`` int64 on the CPU."""
 
     buffer: KvBuffer
     row_start: int
     row_stop: int
+    positions: torch.Tensor
     contiguous: bool
 
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return int(self.positions[0])
 
-def _runs(spans: Sequence[Span], block_rows: int, scattered_rows: int) -> list[_Run]:
-    runs: list[_Run] = []
+    @property
+    def key_stop(self) -> int:
+        """One past the last row's position."""
+        return int(self.positions[-1]) + 1
+
+    def group(
+        self, *, shared_keys: int, key_stop: int, mask: torch.Tensor | None = None
+    ) -> RowGroup:
+        """The run as a group."""
+        slots: slice | torch.Tensor = slice(self.first, self.key_stop)
+        if not self.contiguous:
+            slots = self.positions.to(self.buffer.data.device)
+        return RowGroup(
+            self.buffer, self.row_start, self.row_stop, slots, shared_keys, key_stop, mask
+        )
+
+
+def cut_runs(
+    spans: Sequence[Span], positions: torch.Tensor, block_rows: int, scattered_rows: int
+) -> list[Run]:
+    """Runs that cross no multiple of ``block_rows``, scattered ones none of ``scattered_rows``."""
+    runs: list[Run] = []
     for span in spans:
         rows = span.row_stop - span.row_start
         contiguous = span.last_position - span.first_position == rows - 1
         limit = block_rows if contiguous else min(block_rows, scattered_rows)
         start = span.row_start
         while start < span.row_stop:
-            stop = min((start // limit + 1) * limit, span.row_stop)
-            runs.append(_Run(span.buffer, start, stop, contiguous))
+            # a scattered limit restarts at each block, so that no run lies in two of them
+            block_end = (start // block_rows + 1) * block_rows
+            stop = min(start + limit, block_end, span.row_stop)
+            runs.append(Run(span.buffer, start, stop, positions[start:stop], contiguous))
             start = stop
     return runs
 
 
-def _hidden_mask(
-    positions: torch.Tensor, start: int, stop: int, like: torch.Tensor
-) -> torch.Tensor:
+def hidden_mask(positions: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """Additive ``[rows, stop - start]``: -inf where a slot lies behind a row's position."""
     hidden = torch.arange(start, stop) > positions[:, None]
     mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
@@ -116,24 +141,20 @@ class CpuAttention:
         self, spans: Sequence[Span], positions: torch.Tensor, block_rows: int
     ) -> list[RowGroup]:
         """See :class:`Attention`."""
-        return [
-            self._group(run, positions[run.row_start : run.row_stop])
-            for run in _runs(spans, block_rows, self.scattered_rows)
-        ]
+        runs = cut_runs(spans, positions, block_rows, self.scattered_rows)
+        return [self._group(run) for run in runs]
 
-    def _group(self, run: _Run, positions: torch.Tensor) -> RowGroup:
-        first, stop = int(positions[0]), int(positions[-1]) + 1
+    def _group(self, run: Run) -> RowGroup:
         rows = run.row_stop - run.row_start
         if rows == 1:
-            return RowGroup(run.buffer, run.row_start, run.row_stop, stop, stop)
+            return run.group(shared_keys=run.key_stop, key_stop=run.key_stop)
         if run.contiguous and rows > self.masked_rows:
-            return RowGroup(run.buffer, run.row_start, run.row_stop, first, stop)
+            return run.group(shared_keys=run.first, key_stop=run.key_stop)
         # The first row's own slot stays in the masked part: softmax over no key is not a number.
-        shared = 0 if rows <= self.masked_rows else first
-        mask = _hidden_mask(positions, shared, stop, run.buffer.data)
+        shared = 0 if rows <= self.masked_rows else run.first
+        mask = hidden_mask(run.positions, shared, run.key_stop, run.buffer.data)
         mask = mask.repeat_interleave(self._group_heads, 0)
-        slots = None if run.contiguous else positions
-        return RowGroup(run.buffer, run.row_start, run.row_stop, shared, stop, mask, slots)
+        return run.group(shared_keys=shared, key_stop=run.key_stop, mask=mask)
 
     def attend(self, queries: torch.Tensor, group: RowGroup, layer: int, out: torch.Tensor) -> None:
         """See :class:`Attention`."""
@@ -176,16 +197,16 @@ class CpuAttention:
         k, v = kv.unsqueeze(1)
         if causal and mask is None:
             unfolded = q.flatten(1, 2).transpose(0, 1)[None]
-            attended, lse = _flash(unfolded, k, v, is_causal=True, scale=self._scale)
+            attended, lse = flash(unfolded, k, v, is_causal=True, scale=self._scale)
             attended = attended[0].transpose(0, 1).view(rows, kv_heads, group, dim)
             return attended, lse[0].t().reshape(rows, kv_heads, group)
         folded = q.permute(1, 0, 2, 3).reshape(1, kv_heads, rows * group, dim)
-        attended, lse = _flash(folded, k, v, attn_mask=mask, scale=self._scale)
+        attended, lse = flash(folded, k, v, attn_mask=mask, scale=self._scale)
         attended = attended.view(kv_heads, rows, group, dim).transpose(0, 1)
         return attended, lse.view(kv_heads, rows, group).transpose(0, 1)
 
 
-def _flash(
+def flash(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -214,17 +235,14 @@ class SdpaAttention:
     ) -> list[RowGroup]:
         """See :class:`Attention`."""
         groups = []
-        for run in _runs(spans, block_rows, block_rows):
-            at = positions[run.row_start : run.row_stop]
-            first, stop = int(at[0]), int(at[-1]) + 1
-            triangle = run.contiguous and first == 0
-            dense = run.row_stop - run.row_start > 1 and not triangle
-            mask = _hidden_mask(at, 0, stop, run.buffer.data) if dense else None
-            shared = stop if run.row_stop - run.row_start == 1 else 0
-            slots = None if run.contiguous else at.to(run.buffer.data.device)
-            groups.append(
-                RowGroup(run.buffer, run.row_start, run.row_stop, shared, stop, mask, slots)
-            )
+        for run in cut_runs(spans, positions, block_rows, block_rows):
+            single = run.row_stop - run.row_start == 1
+            triangle = run.contiguous and run.first == 0
+            mask = None
+            if not single and not triangle:
+                mask = hidden_mask(run.positions, 0, run.key_stop, run.buffer.data)
+            shared = run.key_stop if single else 0
+            groups.append(run.group(shared_keys=shared, key_stop=run.key_stop, mask=mask))
         return groups
 
     def attend(self, queries: torch.Tensor, group: RowGroup, layer: int, out: torch.Tensor) -> None:
