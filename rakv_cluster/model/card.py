@@ -24,8 +24,9 @@ class ModelCard:
     ``digest`` (32 bytes) covers everything that changes KV, see :func:`model_digest`; it names
     the cache's namespace together with a tenant's salt. ``numeric_class`` names what may round
     differently between replicas of the same model (device type, kernels, threads, dtype);
-    ``self_check_error`` is the largest logit difference between packed and stock forwards seen
-    at load.
+    ``self_check_error`` is the largest difference between this runner's logits and its
+    reference's seen at load. Logits closer than ``near_tie_eps`` may change places with batching,
+    speculation or reuse; 0 where a self-test at load found them equal bit for bit.
     """
 
     model_id: str
@@ -36,6 +37,7 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     numeric_class: str
     self_check_error: float
+    near_tie_eps: float
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> bytes:

@@ -76,6 +76,11 @@ class LlamaWeights:
     context_tokens: int
 
     @property
+    def linears(self) -> list[Linear]:
+        """Every product of a forward, in the order in which they run."""
+        return [linear for layer in self.layers for linear in layer.linears] + [self.head]
+
+    @property
     def layout(self) -> KvLayout:
         """Layout of the KV these weights make."""
         return KvLayout(
@@ -236,6 +241,11 @@ class FusedLlamaRunner:
     def device(self) -> torch.device:
         """Where the weights and buffers live."""
         return self._weights.embedding.device
+
+    @property
+    def weights(self) -> LlamaWeights:
+        """What it runs on; packed copies of them count against the memory budget."""
+        return self._weights
 
     @property
     def rows(self) -> RowPlan:

@@ -62,7 +62,7 @@ class Linear:
     def apply(self, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
         """``[rows, in] -> [rows, out]``; ``weight_first`` returns a transposed view.
 
-        A weight without a packed copy (it was over the budget) answers ``packed`` with ``plain``.
+        A weight without a packed copy answers ``packed`` with ``plain``.
         """
         if kernel is Kernel.PACKED and self.packed is not None:
             result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -233,14 +233,20 @@ def _time_pass(
     return time.thread_time() - start
 
 
-def pack_within(weights: Sequence[Linear], budget_bytes: int) -> int:
-    """Pack weights in the order given while their copies fit ``budget_bytes``; bytes used.
-
-    Raises ``RuntimeError`` where PyTorch cannot pack.
-    """
-    used = 0
-    for weight in weights:
-        if used + weight.nbytes <= budget_bytes:
+def pack_all(weights: Sequence[Linear], budget_bytes: int) -> bool:
+    """Pack every weight if all copies fit ``budget_bytes`` and PyTorch can; whether it did."""
+    if sum(weight.nbytes for weight in weights) > budget_bytes:
+        return False
+    try:
+        for weight in weights:
             weight.pack()
-            used += weight.nbytes
-    return used
+    except RuntimeError:  # no such operator in this build, or not for this dtype on this CPU
+        unpack_all(weights)
+        return False
+    return True
+
+
+def unpack_all(weights: Sequence[Linear]) -> None:
+    """Free the packed copies."""
+    for weight in weights:
+        weight.packed = None

@@ -26,7 +26,7 @@ from rakv_cluster.model.architecture import check_config, supported_context_toke
 from rakv_cluster.model.card import ModelCard, model_digest, tokenizer_digest
 from rakv_cluster.model.fingerprint import weights_fingerprint
 from rakv_cluster.model.quiet import no_progress_bars
-from rakv_cluster.model.self_check import build_runner
+from rakv_cluster.model.selection import DEFAULT_KERNELS, KernelOptions, choose_runner
 from rakv_cluster.model.step import Runner
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,13 +51,15 @@ def load_model(
     dtype: DtypeName = "auto",
     threads: int | None = None,
     model_id: str | None = None,
+    kernels: KernelOptions = DEFAULT_KERNELS,
 ) -> LoadedModel:
     """Load, check and describe the model at ``source``, a folder or a Hugging Face id.
 
     ``dtype`` "auto" is float32 on the CPU and bfloat16 elsewhere. ``threads`` sets torch's
     intra-op threads for the whole process. ``model_id`` is the name to serve it under (default:
-    the folder's name or the id). Raises :class:`ConfigError` if it cannot be found or read and
-    :class:`UnsupportedModel` if the architecture cannot work or fails the self-check.
+    the folder's name or the id). ``kernels`` says what the forward may use. Raises
+    :class:`ConfigError` if it cannot be found or read and :class:`UnsupportedModel` if the
+    architecture cannot work or fails the self-check.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -67,7 +69,7 @@ def load_model(
     check_config(config)
     tokenizer = load_tokenizer(str(folder))
     model = _load_weights(folder, config, _dtype(dtype, where)).to(where)
-    built = build_runner(model, context_tokens=supported_context_tokens(config))
+    built = choose_runner(model, context_tokens=supported_context_tokens(config), options=kernels)
     layout = built.runner.layout
     card = ModelCard(
         model_id=model_id or (folder.name if Path(source).is_dir() else source),
@@ -83,6 +85,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(model, tokenizer),
         numeric_class=numeric_class(built.kernels, where, layout),
         self_check_error=built.error,
+        near_tie_eps=built.numerics.near_tie_eps,
     )
     return LoadedModel(built.runner, tokenizer, card)
 

@@ -54,6 +54,13 @@ def build_runner(model: PreTrainedModel, *, context_tokens: int) -> BuiltRunner:
     return BuiltRunner(runner, "transformers", error)
 
 
+def check_step(runner: Runner) -> tuple[torch.Tensor, torch.Tensor]:
+    """The check's tokens and the logits that ``runner`` gives them in one pass."""
+    ids = check_ids(runner.vocab_size)
+    every = torch.arange(CHECK_TOKENS)
+    return ids, _forward(runner, [(_buffer(runner), every)], ids)
+
+
 def check_ids(vocab_size: int) -> torch.Tensor:
     """The tokens of the check: int64 ``[CHECK_TOKENS]``, fixed by the vocabulary's size."""
     generator = torch.Generator().manual_seed(48)
@@ -95,12 +102,19 @@ def _difference(
     expected: torch.Tensor,
 ) -> float:
     """Run the given positions of ``token_ids`` in one step; largest difference of their logits."""
+    positions = torch.cat([positions for _, positions in sequences])
+    wanted = expected[positions.to(expected.device)]
+    return float((_forward(runner, sequences, token_ids) - wanted).abs().max())
+
+
+def _forward(
+    runner: Runner, sequences: list[tuple[KvBuffer, torch.Tensor]], token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Logits of the given positions of ``token_ids``, run in one step."""
     spans, row = [], 0
     for buffer, positions in sequences:
         first, last = int(positions[0]), int(positions[-1])
         spans.append(Span(buffer, row, row + len(positions), first, last))
         row += len(positions)
     positions = torch.cat([positions for _, positions in sequences])
-    step = Step(token_ids[positions], positions, tuple(spans), torch.arange(row))
-    wanted = expected[positions.to(expected.device)]
-    return float((runner.forward(step) - wanted).abs().max())
+    return runner.forward(Step(token_ids[positions], positions, tuple(spans), torch.arange(row)))

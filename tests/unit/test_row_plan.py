@@ -15,7 +15,7 @@ from rakv_cluster.model.linear import (
     RowChoice,
     RowPlan,
     measure_costs,
-    pack_within,
+    pack_all,
     plan_rows,
     usable_kernels,
 )
@@ -79,14 +79,14 @@ def test_every_kernel_computes_the_product(kernel: Kernel, bias: bool, rows: int
     torch.testing.assert_close(weight.apply(x, kernel), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_weight_over_the_budget_stays_unpacked_and_still_works() -> None:
-    small, large = Linear(torch.randn(8, 8)), Linear(torch.randn(64, 8))
-    used = pack_within([small, large], budget_bytes=small.nbytes + large.nbytes - 1)
-    assert used == small.nbytes
-    assert small.packed is not None
-    assert large.packed is None
+def test_copies_over_the_budget_are_not_made_and_the_product_still_works() -> None:
+    weights = [Linear(torch.randn(8, 8)), Linear(torch.randn(64, 8))]
+    total = sum(weight.nbytes for weight in weights)
+    assert not pack_all(weights, total - 1)
+    assert [weight.packed for weight in weights] == [None, None]
     x = torch.randn(3, 8)
-    assert torch.equal(large.apply(x, Kernel.PACKED), linear(x, large.weight))
+    assert torch.equal(weights[1].apply(x, Kernel.PACKED), linear(x, weights[1].weight))
+    assert pack_all(weights, total)
 
 
 def test_a_kernel_that_computes_something_else_is_not_usable() -> None:
