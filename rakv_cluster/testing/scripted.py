@@ -31,6 +31,7 @@ CARD = ModelCard(
     eos_token_ids=frozenset({2}),
     numeric_class="scripted",
     self_check_error=0.0,
+    near_tie_eps=0.0,
 )
 
 
