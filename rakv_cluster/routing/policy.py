@@ -84,13 +84,18 @@ class RoutePolicy:
         self._rng = rng
         self.view = ReplicaView(settings.view, clock.monotonic_s())
 
+    @property
+    def now_s(self) -> float:
+        """The policy's time."""
+        return self._clock.monotonic_s()
+
     def decide(self, request: RouteRequest, candidates: Collection[str] = ()) -> Decision:
         """Choose among ``candidates`` (all replicas if empty); changes nothing but the generator.
 
         Raises ``LookupError`` if no candidate is a known replica, ``FloatingPointError`` if none
         has a finite expectation.
         """
-        view, now_s = self.view, self._clock.monotonic_s()
+        view, now_s = self.view, self.now_s
         indices = self._indices(candidates)
         chunks = self._settings.max_chunks
         keys, ends = request.keys[:chunks], request.chunk_ends[:chunks]
@@ -107,7 +112,7 @@ class RoutePolicy:
         index = self.view.index.get(replica)
         if index is None or replica not in decision.ids:
             return
-        now_s, scores = self._clock.monotonic_s(), decision.scores
+        now_s, scores = self.now_s, decision.scores
         scored = decision.ids.index(replica)
         work_ms = float(scores.load_ms[scored] + scores.prefill_ms[scored])
         wait_ms = float(scores.backlog_ms[scored] + scores.slot_wait_ms[scored])

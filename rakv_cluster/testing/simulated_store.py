@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from rakv_cluster.cluster.directory import Announcer, DirectoryPartition, DirectorySnapshot
 from rakv_cluster.store.catalog import Catalog
-from rakv_cluster.store.eviction import Entry, Lru
+from rakv_cluster.store.eviction import Entry
 
 _NAMESPACE = b"simulated"
 _CHANGES = 1 << 20
@@ -17,15 +18,18 @@ class KvTier:
     """Keys of one tier within a budget of tokens, evicted by the store's policy."""
 
     def __init__(self, budget_tokens: int) -> None:
-        self._policy = Lru()
-        self._catalog = Catalog(budget_tokens, self._policy)
+        self._catalog = Catalog(budget_tokens)
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._catalog
 
     def touch(self, keys: Sequence[bytes], now_ms: float) -> None:
         """Count a use of those that are here."""
-        self._catalog.touch(keys, now_ms / 1e3)
+        known = [key for key in keys if key in self._catalog]
+        self._catalog.touch(known, now_ms / 1e3)
+        for key in known:
+            self._recent.move_to_end(key)
 
     def add(
         self, chunks: Mapping[bytes, tuple[int, int]], now_ms: float
@@ -45,14 +49,16 @@ class KvTier:
         victims = self._catalog.victims({_NAMESPACE: tokens})
         for key in victims:
             self._catalog.remove(key, evicted=True)
+            del self._recent[key]
         now_s = now_ms / 1e3
         for key, (start, size) in reversed(fresh.items()):  # the first chunk leaves last
+            self._recent[key] = None
             self._catalog.add(key, Entry(_NAMESPACE, size, size, start, 0.0, now_s, now_s))
         return list(fresh), victims
 
     def newest(self, count: int) -> list[bytes]:
-        """The keys that would leave last, newest first."""
-        return list(self._policy.coldest_first())[: -count - 1 : -1]
+        """The keys used last, newest first."""
+        return list(itertools.islice(reversed(self._recent), count))
 
 
 class SimulatedNode:

@@ -120,10 +120,20 @@ class SimulatedWorker:
         """Requests queued or running."""
         return len(self.jobs)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to compute for the requests that wait, as estimated when they came."""
+        return sum(job.request.prompt_tokens - job.reused_tokens for job in self._queue)
+
+    @property
+    def open_tokens(self) -> int:
+        """Prompt tokens of all open requests."""
+        return sum(job.request.prompt_tokens for job in self.jobs.values())
+
     def submit(self, job: Job, now_ms: float) -> None:
         """Queue a request."""
         self.jobs[job.request.request_id] = job
-        _, job.estimate_ms, _ = self._plan(job.request)
+        _, job.estimate_ms, job.reused_tokens = self._plan(job.request)
         self._queued_ms += job.estimate_ms
         self._queue.append(job)
         self._advance(now_ms)
