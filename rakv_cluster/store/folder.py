@@ -2,6 +2,7 @@
 
     shard.json         identity (a UUID) and format version
     writer.lock        flock held by the one writer
+    OPEN               machine boot of the writer that did not close the shard yet
     CURRENT            name of the live generation, replaced atomically
     gen-000007/        an LMDB environment (data.mdb, lock.mdb)
     quarantine/        the last environment that was found damaged
@@ -29,6 +30,7 @@ FOLDER_FORMAT = 1
 DATA_FILE = "data.mdb"
 
 _CURRENT = "CURRENT"
+_OPEN = "OPEN"
 _PREFIX = "gen-"
 _IDENTITY = "shard.json"
 _QUARANTINE = "quarantine"
@@ -77,6 +79,27 @@ class ShardFolder:
     def lock(self) -> WriterLock:
         """Become the folder's writer; raises ``WriterFenced`` while another one lives."""
         return WriterLock(self.path / "writer.lock")
+
+    def mark_open(self) -> None:
+        """Note that a writer of this boot has the shard open; raises ``StoreUnavailable``."""
+        try:
+            _write_atomically(self.path / _OPEN, _boot_id())
+        except OSError as error:
+            raise StoreUnavailable(f"cannot write to {self.path}: {error}") from error
+
+    def mark_closed(self) -> None:
+        """Note that everything is written and synced."""
+        (self.path / _OPEN).unlink(missing_ok=True)
+
+    def outlived_its_machine(self) -> bool:
+        """Whether the machine went down under a writer: unsynced pages may be lost in any order.
+
+        A writer that was merely killed loses nothing, the kernel keeps its pages.
+        """
+        try:
+            return (self.path / _OPEN).read_text() != _boot_id()
+        except OSError:
+            return False
 
     def current(self) -> Path | None:
         """The live generation's folder; None before the first one."""
@@ -184,6 +207,10 @@ def _parse_meta(page: bytes) -> tuple[int, FileCheck] | None:
         return None
     used_bytes = max(last_page + 1, _META_PAGES) * page_bytes
     return txn_id, FileCheck(page_bytes, used_bytes, map_bytes)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ _COUNTERS = (*CORE_COUNTERS, "disk_errors", "quarantines", "stale_readers", "reb
 _MAP_GRAIN_BYTES = 8 << 20
 _QUEUE_LIMIT = 256
 _OWNER_BYTES = 256
+_VERIFY_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +189,39 @@ class ShardWriter:
 
     def _open(self) -> ShardCore:
         current = self._folder.current()
-        if current is None or not current.exists():
-            return self._start_empty()
+        if current is not None and current.exists():
+            try:
+                self._core = self._adopt_current(current)
+            except CorruptRecord as error:
+                self._quarantine(current, error)
+            else:
+                self._folder.remove_stale(current)
+                if self._core.generation.map_bytes != self._settings.map_bytes:
+                    self._resize()
+                return self._core
+        self._folder.mark_open()
+        return self._start_empty()
+
+    def _adopt_current(self, path: Path) -> ShardCore:
+        if self._folder.outlived_its_machine():
+            self._verify_apart()
+        self._folder.mark_open()
+        return self._adopt(Generation.open_writable(path))
+
+    def _verify_apart(self) -> None:
+        """Have another process look first: it may die of what it finds. Raises ``CorruptRecord``.
+
+        Single damaged records are no reason to give up the others.
+        """
+        command = [sys.executable, "-m", "rakv_cluster.store.verify", str(self._folder.path)]
         try:
-            self._core = self._adopt(Generation.open_writable(current))
-        except CorruptRecord as error:
-            self._quarantine(current, error)
-            return self._start_empty()
-        self._folder.remove_stale(current)
-        if self._core.generation.map_bytes != self._settings.map_bytes:
-            self._resize()
-        return self._core
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_VERIFY_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CorruptRecord("verification took too long") from error
+        if done.returncode not in (0, 1):
+            raise CorruptRecord(f"verification ended with {done.returncode}: {done.stdout.strip()}")
 
     def _resize(self) -> None:
         """Give a shard whose budget was changed a map of the right size.
@@ -326,9 +351,12 @@ class ShardWriter:
         self._take_touches()
         self._guard(self._core.save_uses, None)
         if self._dirty:
-            self._guard(lambda: self._core.generation.env.sync(True), None)
-            self._dirty = False
+            self._dirty = self._guard(self._flush, True)
         self._synced_at_s = self._clock.monotonic_s()
+
+    def _flush(self) -> bool:
+        self._core.generation.env.sync(True)
+        return False
 
     def _stats(self) -> StoreStats:
         catalog = self._core.catalog
@@ -339,4 +367,6 @@ class ShardWriter:
     def _close(self) -> None:
         self._dirty = True
         self._sync()
+        if not self._dirty:
+            self._folder.mark_closed()
         self._core.generation.retire()

@@ -297,6 +297,30 @@ def test_a_cut_in_the_middle_of_a_read_kills_only_the_reader(shard):
     writer.close()
 
 
+def test_after_a_power_failure_a_sound_shard_is_verified_and_kept(shard):
+    (shard / "OPEN").write_text("another boot")
+
+    counters = write_and_check(shard)
+
+    assert counters["quarantines"] == 0
+    assert not (shard / "OPEN").exists()
+
+
+def test_after_a_power_failure_lost_pages_are_found_before_mapping(shard):
+    """Pages of the tables that never reached the disk read as zeros or as older content."""
+    (shard / "OPEN").write_text("another boot")
+    needle = encode(tiny_record(5, TOKENS, LAYOUT)).head
+    content = bytearray(data_file(shard).read_bytes())
+    while (start := content.find(needle)) >= 0:
+        page = start // 4096 * 4096
+        content[page : page + 4096] = bytes(4096)
+    data_file(shard).write_bytes(content)
+
+    counters = write_and_check(shard)
+
+    assert counters["quarantines"] == 1
+
+
 def test_items_of_another_layout_are_a_miss(shard):
     record = tiny_record(5, TOKENS, LAYOUT)
     other = tiny_record(5)
