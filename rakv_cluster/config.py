@@ -84,6 +84,9 @@ class Settings(BaseModel):
     default_reuse: ReuseMode = Field(
         ReuseMode.EXACT, description="`reuse` of requests that do not say"
     )
+    price_loads: bool = Field(
+        True, description="load stored KV only where that should be faster than computing it"
+    )
     chunk_min_tokens: Count = Field(64, description="a chunk is not cut before this length")
     chunk_max_tokens: Count = Field(256, description="a chunk is always cut at this length")
 
@@ -101,7 +104,7 @@ class Settings(BaseModel):
     )
     step_token_budget: Count = Field(512, description="tokens of one engine step")
     max_running: Count = Field(8, description="requests a replica works on at once")
-    max_waiting: int = Field(64, ge=0, description="requests a replica queues; more get 429")
+    max_waiting: Count = Field(64, description="requests a replica queues; more get 429")
 
     request_timeout_s: Seconds = Field(600.0, description="longest time for one request")
     body_limit_bytes: Bytes = Field(ByteSize(8 * MIB), description="largest HTTP request body")

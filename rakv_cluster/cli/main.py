@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 import rakv_cluster
@@ -23,7 +24,7 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except RakvError as error:
             Console(stderr=True, soft_wrap=True).print(
-                f"[bold red]error:[/] {error.message}", highlight=False
+                f"[bold red]error:[/] {escape(error.message)}", highlight=False
             )
             raise typer.Exit(USAGE_ERROR) from error
 

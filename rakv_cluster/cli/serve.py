@@ -5,15 +5,22 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rakv_cluster.config import Settings, load_settings
 from rakv_cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rakv_cluster.serving.app import Running
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 ConfigFile = Annotated[
     Path | None,
@@ -91,21 +98,37 @@ def run(chosen: Settings, console: Console) -> None:
     """Serve until SIGINT or SIGTERM; stops everything it started."""
     from rakv_cluster.serving.app import running  # noqa: PLC0415
 
-    stop = threading.Event()
-    console.print(f"starting {chosen.model} ...", highlight=False)
-    with running(chosen) as service:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
-        if not service.on_loopback:
-            console.print(
-                f"[bold yellow]warning:[/] Ray's own processes bound {service.node_address}, which "
-                "other machines may reach; run `rakv` under scripts/loopback to keep them local",
-                highlight=False,
-            )
-        console.print(f"ready on {service.url} (Ctrl-C stops it)", highlight=False)
-        stop.wait()
-        console.print("stopping ...", highlight=False)
-    console.print("stopped", highlight=False)
+    console.print(f"starting {escape(chosen.model)} ...", highlight=False)
+    try:
+        with running(chosen, on_ray=_stop_on_signals) as service:
+            for notice in _warnings(service):
+                console.print(f"[bold yellow]warning:[/] {escape(notice)}", highlight=False)
+            console.print(f"ready on {service.url} (Ctrl-C stops it)", highlight=False)
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopped", highlight=False)
+
+
+def _stop_on_signals() -> None:
+    """Unwind the start or the service on SIGINT and SIGTERM alike; a second one is ignored, so
+    that nothing cuts the orderly end short."""
+
+    def stop(*_: object) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in _SIGNALS:
+        signal.signal(number, stop)
+
+
+def _warnings(service: Running) -> Iterator[str]:
+    yield from service.notices
+    if not service.on_loopback:
+        yield (
+            f"Ray's own processes bound {service.node_address} and ports on every address, which "
+            "other machines may reach; run `rakv` under scripts/loopback to keep them local"
+        )
 
 
 def _pairs(extra: list[str] | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,20 +21,25 @@ from ray.serve.config import HTTPOptions
 
 from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
 from rakv_cluster.serving.ingress import Ingress
-from rakv_cluster.serving.stores import cluster_store_settings
+from rakv_cluster.serving.stores import cluster_store_settings, damage_notices, disk_problem
 from rakv_cluster.serving.worker import Worker
 
 APP_NAME = "rakv"
 _INGRESS_REQUESTS = 1024
 _SPARE_REQUESTS = 16
+_FIGURES_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A started service: where it answers, and the address that Ray's own processes bound."""
+    """A started service: where it answers, and the address that Ray's own processes bound.
+
+    ``notices`` is what a person should know about how it started.
+    """
 
     url: str
     node_address: str
+    notices: tuple[str, ...]
 
     @property
     def on_loopback(self) -> bool:
@@ -69,11 +74,17 @@ def build(settings: Settings) -> serve.Application:
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Running]:
+def running(settings: Settings, *, on_ray: Callable[[], None] = lambda: None) -> Iterator[Running]:
     """A one-node service in a Ray of its own, up while the context lasts.
 
-    Raises :class:`ConfigError` if it cannot start. Stops exactly what it started.
+    ``on_ray`` is called once Ray runs, before the long rest of the start: the time to install
+    signal handlers, since Ray installs its own. A store folder that cannot be used costs the disk
+    tier only. Raises :class:`ConfigError` if it cannot start. Stops exactly what it started.
     """
+    notices: tuple[str, ...] = ()
+    if settings.store == "tiered" and (problem := disk_problem(settings.store_path)):
+        notices = (f"serving without the disk tier, its folder cannot be used: {problem}",)
+        settings = settings.model_copy(update={"store": "memory"})
     ray.init(
         address="local",
         include_dashboard=False,
@@ -82,10 +93,12 @@ def running(settings: Settings) -> Iterator[Running]:
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
+        on_ray()
         with _shards(settings), _application(settings):
             yield Running(
                 f"http://{_bracketed(settings.host)}:{settings.port}",
                 ray.util.get_node_ip_address(),
+                (*notices, *damage_notices(_figures(), settings.store_path)),
             )
     finally:
         ray.shutdown()
@@ -120,6 +133,16 @@ def _application(settings: Settings) -> Iterator[None]:
         yield
     finally:
         serve.shutdown()
+
+
+def _figures() -> dict[str, float]:
+    """One replica's figures; none if it does not answer soon."""
+    worker = serve.get_deployment_handle("Worker", APP_NAME).options(method_name="stats")
+    try:
+        figures: dict[str, float] = worker.remote().result(timeout_s=_FIGURES_TIMEOUT_S)
+        return figures
+    except TimeoutError:
+        return {}
 
 
 def _bracketed(host: str) -> str:

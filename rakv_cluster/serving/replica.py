@@ -95,6 +95,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         max_step_tokens=settings.step_token_budget,
+        price_loads=settings.price_loads,
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
 from rakv_cluster.clock import Clock
 from rakv_cluster.cluster.service import open_node_store
 from rakv_cluster.cluster.settings import ClusterStoreSettings
@@ -18,6 +22,27 @@ def cluster_store_settings(settings: Settings) -> ClusterStoreSettings:
     return ClusterStoreSettings(
         folder=str(settings.store_path),
         shard=ShardSettings(budget_bytes=int(settings.disk_budget_bytes)),
+    )
+
+
+def disk_problem(folder: Path) -> str:
+    """Why this machine cannot keep a shard in ``folder``; empty if it can. Creates the folder."""
+    try:
+        shard = folder / "shard"
+        shard.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=shard):
+            return ""
+    except OSError as error:
+        return f"{error.filename or folder}: {error.strerror}"
+
+
+def damage_notices(figures: Mapping[str, float], folder: Path) -> tuple[str, ...]:
+    """What a person should know about the store that a replica's ``figures`` tell of."""
+    if not figures.get("store_quarantines_total"):
+        return ()
+    return (
+        f"the store in {folder} was damaged: what was there is kept aside in its 'quarantine' "
+        "folder, the cache starts empty",
     )
 
 

@@ -1,0 +1,156 @@
+"""A request outlives its replica: nothing twice, nothing lost, and not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rakv_cluster.chunking.keys import tail_key
+from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.errors import DeadlineExceeded, InvalidRequest
+from rakv_cluster.model.card import ModelCard
+from rakv_cluster.serving.backend import Failover, ReplicaLost, RequestRefused
+from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.testing import ManualClock
+from rakv_cluster.types import ChunkedPrompt, FinishReason, SamplingParams
+
+TEXT = tuple(range(100, 120))
+
+
+def request_of(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = len(TEXT)) -> EngineRequest:
+    chunked = ChunkedPrompt(bytes(32), prompt, (), 0, tail_key(bytes(32), bytes(32)))
+    return EngineRequest(
+        "r", chunked, max_tokens=max_tokens, sampling=SamplingParams(seed=5), timeout_s=60.0
+    )
+
+
+@dataclass
+class DyingReplicas:
+    """Replicas that say ``TEXT`` in steps and die after as many tokens as the plan's next entry.
+
+    Past the plan's end they live. Every request they got is kept.
+    """
+
+    deaths: list[int]
+    clock: ManualClock = field(default_factory=ManualClock)
+    step_tokens: int = 1
+    delay_s: float = 0.0
+    seen: list[EngineRequest] = field(default_factory=list)
+    closed: int = 0
+
+    async def describe(self) -> ModelCard:
+        raise NotImplementedError
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        self.seen.append(request)
+        alive_for = self.deaths.pop(0) if self.deaths else len(TEXT) + 1
+        text = TEXT[: request.max_tokens]
+        said = len(request.forced_ids)
+        spoken = 0
+        try:
+            while said < len(text):
+                if spoken >= alive_for:
+                    self.clock.advance(self.delay_s)
+                    raise ReplicaLost("gone")
+                step = text[said : said + self.step_tokens]
+                said += len(step)
+                spoken += len(step)
+                end = FinishReason.LENGTH if said == len(text) and spoken < alive_for else None
+                yield EngineEvent(request.request_id, step, finish=end)
+            raise ReplicaLost("gone before it could say that it had finished")
+        finally:
+            self.closed += 1
+
+
+async def collect(failover: Failover, request: EngineRequest) -> list[int]:
+    return [i async for event in failover.generate(request) for i in event.token_ids]
+
+
+def failover_over(replicas: DyingReplicas) -> Failover:
+    return Failover(replicas, replicas.clock, ServiceMetrics())
+
+
+@given(death=st.integers(0, len(TEXT)), step_tokens=st.integers(1, 4))
+async def test_a_death_anywhere_neither_loses_nor_doubles_a_token(
+    death: int, step_tokens: int
+) -> None:
+    replicas = DyingReplicas([death], step_tokens=step_tokens)
+
+    tokens = await collect(failover_over(replicas), request_of())
+
+    assert tuple(tokens) == TEXT
+    assert {request.sampling.seed for request in replicas.seen} == {5}
+    assert replicas.closed == len(replicas.seen)
+
+
+async def test_what_was_sent_is_forced_on_the_next_replica() -> None:
+    replicas = DyingReplicas([3])
+
+    await collect(failover_over(replicas), request_of())
+
+    assert [request.forced_ids for request in replicas.seen] == [(), TEXT[:3]]
+
+
+async def test_an_answer_that_was_complete_but_for_its_end_is_not_run_again() -> None:
+    replicas = DyingReplicas([len(TEXT)])
+
+    events = [event async for event in failover_over(replicas).generate(request_of())]
+
+    assert events[-1].finish is FinishReason.LENGTH
+    assert len(replicas.seen) == 1
+
+
+async def test_a_request_that_ended_two_replicas_is_refused_for_a_while() -> None:
+    replicas = DyingReplicas([1, 1])
+    failover = failover_over(replicas)
+
+    with pytest.raises(RequestRefused):
+        await collect(failover, request_of())
+    with pytest.raises(RequestRefused):
+        await collect(failover, request_of())
+    assert len(replicas.seen) == 2
+    other = await collect(failover, request_of(prompt=(7,)))
+    replicas.clock.advance(61.0)
+    later = await collect(failover, request_of())
+
+    assert tuple(other) == tuple(later) == TEXT
+
+
+async def test_the_time_of_a_dead_replica_counts() -> None:
+    replicas = DyingReplicas([1], delay_s=45.0)
+    await collect(failover_over(replicas), request_of())
+    assert replicas.seen[1].timeout_s == pytest.approx(15.0)
+
+    late = DyingReplicas([1], delay_s=61.0)
+    with pytest.raises(DeadlineExceeded):
+        await collect(failover_over(late), request_of())
+
+
+async def test_other_errors_are_not_retried() -> None:
+    class Refusing(DyingReplicas):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+            self.seen.append(request)
+            raise InvalidRequest("no")
+            yield
+
+    replicas = Refusing([])
+    with pytest.raises(InvalidRequest):
+        await collect(failover_over(replicas), request_of())
+    assert len(replicas.seen) == 1
+
+
+async def test_closing_the_stream_closes_the_replicas() -> None:
+    replicas = DyingReplicas([])
+    events = failover_over(replicas).generate(request_of())
+    await anext(events)
+
+    await events.aclose()
+
+    assert replicas.closed == 1
