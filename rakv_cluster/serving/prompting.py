@@ -82,7 +82,7 @@ class PromptRenderer:
         for index, message in enumerate(messages):
             self._refuse_control(message.content, f"messages.{index}.content")
         self._refuse_control_in(documents)
-        return (tuple(self._encoders.literal.encode(whole, add_special_tokens=False).ids),)
+        return (tuple(_ids(self._encoders.literal, whole)),)
 
     def completion(self, prompt: str, documents: Sequence[Document]) -> Segments:
         """Segments of a bare prompt, control tokens in it recognized as they are elsewhere.
@@ -94,7 +94,7 @@ class PromptRenderer:
         if self._encoders.adds_space:
             self._refuse_control_in(documents)
             whole = "".join([*fronts, prompt])
-            ids = self._encoders.literal.encode(whole, add_special_tokens=False).ids
+            ids = _ids(self._encoders.literal, whole)
             return ((*self._encoders.prefix_ids, *ids),)
         pieces = [
             Piece(text, f"documents.{index}.text", starts_segment=True)
@@ -114,8 +114,8 @@ class PromptRenderer:
 
     def _encode(self, piece: Piece) -> list[int]:
         if not piece.field:
-            return list(self._encoders.literal.encode(piece.text, add_special_tokens=False).ids)
-        ids = list(self._encoders.content.encode(piece.text, add_special_tokens=False).ids)
+            return _ids(self._encoders.literal, piece.text)
+        ids = _ids(self._encoders.content, piece.text)
         if not self._encoders.control_ids.isdisjoint(ids):
             # Some vocabularies reach a control token by plain segmentation.
             raise InvalidRequest("text spells a control token of the model", field=piece.field)
@@ -126,7 +126,7 @@ class PromptRenderer:
             self._refuse_control(document_text(document), f"documents.{index}.text")
 
     def _refuse_control(self, text: str, field: str) -> None:
-        ids = self._encoders.literal.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._encoders.literal, text)
         if not self._encoders.control_ids.isdisjoint(ids):
             raise InvalidRequest("text spells a control token of the model", field=field)
 
@@ -148,6 +148,13 @@ class PromptRenderer:
         return str(rendered)
 
 
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """``text`` alone as ids. Unlike ``encode``, a batch of one lets other threads go on: a text of
+    megabytes must not stop every stream of the process."""
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
+
+
 def _encoders(serialized: str, template: str, token_bytes: TokenBytes) -> _Encoders:
     literal = Tokenizer.from_str(serialized)
     spec = json.loads(serialized)
@@ -162,7 +169,7 @@ def _encoders(serialized: str, template: str, token_bytes: TokenBytes) -> _Encod
     for tokenizer in (literal, content):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    plain = literal.encode("x", add_special_tokens=False).ids
+    plain = _ids(literal, "x")
     dressed = literal.encode("x").ids
     start = next(i for i in range(len(dressed)) if dressed[i : i + len(plain)] == plain)
     return _Encoders(

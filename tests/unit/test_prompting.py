@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from itertools import pairwise
+
 import pytest
 
 from rakv_cluster.errors import InvalidRequest
@@ -201,3 +205,24 @@ def test_a_completion_is_one_segment_behind_its_documents() -> None:
 
 def test_an_empty_completion_has_no_segments() -> None:
     assert renderer().completion("", ()) == ()
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
+    rendering, ended = renderer(), threading.Event()
+    turns = [time.monotonic()]
+
+    def other() -> None:
+        while not ended.wait(0.001):
+            turns.append(time.monotonic())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        began = time.monotonic()
+        rendering.completion("The quick brown fox. " * 50_000, ())
+        took = time.monotonic() - began
+    finally:
+        ended.set()
+        thread.join()
+
+    assert max(b - a for a, b in pairwise(turns)) < took / 2
