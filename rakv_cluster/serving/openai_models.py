@@ -99,7 +99,8 @@ class GenerationRequest(_Strict):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    # A factor of scores: what is close to 0 would make them infinite.
+    repetition_penalty: float = Field(1.0, ge=0.1, le=10)
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], LogitBias] = Field(
         default_factory=dict, max_length=1024
     )
@@ -112,6 +113,11 @@ class GenerationRequest(_Strict):
     def output_limit(self) -> int:
         """Most tokens to generate; 0 if the request does not say."""
         return self.max_tokens
+
+    @property
+    def output_limit_field(self) -> str:
+        """The field that :attr:`output_limit` comes from."""
+        return "max_tokens"
 
     @property
     def alternatives(self) -> int:
@@ -130,6 +136,10 @@ class ChatRequest(GenerationRequest):
     @property
     def output_limit(self) -> int:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def output_limit_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def alternatives(self) -> int:

@@ -177,9 +177,10 @@ class Service:
             )
         if request.output_limit > room:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {request.output_limit}; "
-                f"together they exceed the model's context of {self.card.context_tokens}",
-                field="max_tokens",
+                f"the prompt has {prompt_tokens} tokens and {request.output_limit_field} is "
+                f"{request.output_limit}; together they exceed the model's context of "
+                f"{self.card.context_tokens}",
+                field=request.output_limit_field,
             )
         limit = request.output_limit or min(room, self.settings.default_max_tokens)
         if request.min_tokens > limit:
