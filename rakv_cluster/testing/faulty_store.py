@@ -1,15 +1,17 @@
 """A chunk store that fails as real ones do, and as none should.
 
-Fault contract: a fault is drawn per call from ``draw``. RAISE: the call raises. FORGET: nothing is
-found, loaded or taken. LIE: ``find`` reports records under wrong tokens and keys nobody asked for,
-``load`` scribbles over its targets and reports failure from some item on, ``put`` claims success
-and keeps nothing. What no fault does is deliver other bytes as good ones: that is the one promise
-of a store that a reader cannot check.
+Fault contract: a fault is drawn per call from ``draw`` (:func:`seeded_faults` repeats a run by its
+seed). RAISE: the call raises. FORGET: nothing is found, loaded or taken. DELAY: ``delay()`` runs
+before the call, which then works. FULL: ``put`` takes nothing, all else works. LIE: ``find``
+reports records under wrong tokens and keys nobody asked for, ``load`` scribbles over its targets
+and reports failure from some item on, ``put`` claims success and keeps nothing. What no fault does
+is deliver other bytes as good ones: that is the one promise of a store that a reader cannot check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -27,15 +29,30 @@ class Fault(Enum):
     NONE = "none"
     RAISE = "raise"
     FORGET = "forget"
+    DELAY = "delay"
+    FULL = "full"
     LIE = "lie"
 
 
-class FaultyStore:
-    """``inner`` behind the faults that ``draw`` decides on, one per call."""
+def seeded_faults(seed: int, weights: Mapping[Fault, float]) -> Callable[[], Fault]:
+    """Draws of faults in proportion to their weights; equal seeds give equal draws."""
+    draw = random.Random(seed)
+    kinds, odds = list(weights), list(weights.values())
+    return lambda: draw.choices(kinds, odds)[0]
 
-    def __init__(self, inner: ChunkStore, draw: Callable[[], Fault]) -> None:
+
+class FaultyStore:
+    """``inner`` behind the faults that ``draw`` decides on, one per call.
+
+    ``delay`` is what a late call waits for: it moves a manual clock, or blocks on an event.
+    """
+
+    def __init__(
+        self, inner: ChunkStore, draw: Callable[[], Fault], delay: Callable[[], None] = lambda: None
+    ) -> None:
         self._inner = inner
         self._draw = draw
+        self._delay = delay
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         fault = self._fault()
@@ -65,7 +82,7 @@ class FaultyStore:
         fault = self._fault()
         if fault is Fault.LIE:
             return len(records)
-        return 0 if fault is Fault.FORGET else self._inner.put(records)
+        return 0 if fault in (Fault.FORGET, Fault.FULL) else self._inner.put(records)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         self._fault()
@@ -81,4 +98,6 @@ class FaultyStore:
         fault = self._draw()
         if fault is Fault.RAISE:
             raise StoreUnavailable("as the test asked")
+        if fault is Fault.DELAY:
+            self._delay()
         return fault
