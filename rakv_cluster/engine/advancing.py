@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.drafting import DraftedStep, Drafting, judge
 from rakv_cluster.engine.emission import Emitter
+from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.scheduler import TenantShares
 from rakv_cluster.engine.sequence import Sequence
 from rakv_cluster.engine.stats import Counters
@@ -90,17 +91,18 @@ class Advancer:
             sequence.buffer.length += verified
             self._counters.computed_tokens += verified
             self._tenants.charge(sequence.request.tenant, verified)
-            if choices and self._take(sequence, choices, verdicts[-1], now_s):
+            if choices and self._take(part, choices, verdicts[-1], now_s):
                 outcome.ended.append(sequence)
         self._drafting.settle(step, verdicts, computed.ms)
 
-    def _take(
-        self, sequence: Sequence, choices: Many[Choice], verdict: Verdict, now_s: float
-    ) -> bool:
+    def _take(self, part: Part, choices: Many[Choice], verdict: Verdict, now_s: float) -> bool:
         """Take the chosen tokens that count; whether the request ended with them."""
+        sequence = part.sequence
         starts = sequence.first_token_s < 0
         if starts:
             sequence.first_token_s = now_s
+        else:
+            sequence.blocks[len(part.drafts), verdict.accepted] += 1
         taken = choices[: verdict.emitted]
         for choice in taken:
             sequence.append(choice.token_id)

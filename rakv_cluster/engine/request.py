@@ -59,8 +59,7 @@ class RequestStats:
     from the disk of this node or, over the network, of another. Durations are on the engine's
     clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
     first forward to the first token, ``decode_ms`` from there on.
-    ``blocks`` are the decode steps by drafts and acceptance; steps shared with other requests'
-    prompts draft nothing and are not among them.
+    ``blocks`` are the steps behind the first token by drafts and acceptance.
     """
 
     prompt_tokens: int = 0

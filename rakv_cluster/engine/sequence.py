@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,7 +35,8 @@ class Sequence:
 
     The KV of ``ids[:buffer.length]`` is verified. ``chunked`` covers ``ids`` up to a recent
     point; its chunks from index ``next_save`` on are not offered to the store yet, and those from
-    ``prompt_chunks`` on hold generated tokens.
+    ``prompt_chunks`` on hold generated tokens. ``blocks`` counts decode steps by (drafts checked,
+    drafts accepted).
     """
 
     request: EngineRequest
@@ -62,6 +64,7 @@ class Sequence:
     first_token_s: float = -1.0
     stats_sent: bool = False
     speculation: Speculation | None = None
+    blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @classmethod
     def create(
@@ -160,12 +163,8 @@ class Sequence:
             load_ms=self.load_ms,
             prefill_ms=(token - forward) * 1e3 if forward >= 0 else 0.0,
             decode_ms=max(now_s - token, 0.0) * 1e3,
-            blocks=_blocks(self.speculation) if self.speculation is not None else (),
+            blocks=tuple(
+                VerifiedBlocks(drafted, accepted, steps)
+                for (drafted, accepted), steps in sorted(self.blocks.items())
+            ),
         )
-
-
-def _blocks(speculation: Speculation) -> tuple[VerifiedBlocks, ...]:
-    return tuple(
-        VerifiedBlocks(drafted, accepted, steps)
-        for (drafted, accepted), steps in sorted(speculation.blocks.items())
-    )

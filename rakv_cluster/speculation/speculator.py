@@ -41,18 +41,13 @@ SPECULATION_MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 
 @dataclass(slots=True)
 class Speculation:
-    """One request's drafter, learned state and counts.
-
-    ``followed`` tokens of the sequence are known to the drafter; ``blocks`` counts steps by
-    (drafts checked, drafts accepted).
-    """
+    """One request's drafter and learned state; ``followed`` tokens are known to the drafter."""
 
     drafter: Drafter
     state: RequestState
     forced: int
     followed: int = 0
     tally: HindsightTally = field(default_factory=HindsightTally)
-    blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +175,8 @@ class Speculator:
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
-        for seat, drafts, guess, verdict in zip(
-            plan.seats, plan.drafts, plan.guesses, verdicts, strict=True
-        ):
+        for seat, drafts, guess in zip(plan.seats, plan.drafts, plan.guesses, strict=True):
             speculation = seat.speculation
-            speculation.blocks[len(drafts), verdict.accepted] += 1
             self._steps_by_drafts[len(drafts)] += 1
             costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
             speculation.state.acceptance.open(guess.token_ids, guess.match_tokens, costs)

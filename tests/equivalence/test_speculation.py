@@ -152,6 +152,9 @@ def check_equal(ask: Ask, drafted: Recording, plain: Recording) -> None:
     assert drafted.finish is plain.finish
     assert last(drafted).stop_token_id == last(plain).stop_token_id
     assert drafted.stats.output_tokens == len(drafted.token_ids)
+    # The first token's step is no decode step; a step that only chose the stop token is one.
+    emitted = sum((block.accepted + 1) * block.steps for block in drafted.stats.blocks)
+    assert emitted >= len(drafted.token_ids) - 1
     found = [entry for event_ in drafted.events for entry in event_.logprobs]
     expected = [entry for event_ in plain.events for entry in event_.logprobs]
     assert len(found) == len(expected) == (len(plain.token_ids) if ask.top_logprobs >= 0 else 0)
@@ -256,6 +259,8 @@ def test_certain_drafts_are_all_accepted(mode: SpeculationMode, temperature: flo
     engine.run(answer)
 
     assert answer.token_ids == plain.token_ids
+    steps = sum((block.accepted + 1) * block.steps for block in answer.stats.blocks)
+    assert steps == answer.stats.output_tokens - 1
     assert all(block.accepted == block.drafted for block in answer.stats.blocks)
     longest = max(block.drafted for block in answer.stats.blocks)
     assert longest == (15 if mode == "auto" else int(mode))
