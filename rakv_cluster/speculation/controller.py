@@ -103,10 +103,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A number of rows the step could have, and what it would bring."""
+    """A number of rows the step could have, and what it would bring.
+
+    It is judged by ``hoped_ms`` and allowed by ``ms`` (see :class:`StepCosts`).
+    """
 
     rows: int
     ms: float
+    hoped_ms: float
     tokens: float
     allowed: bool
 
@@ -197,7 +201,7 @@ def choose(
             batch=batch,
         )
     slots = _slots(settings, candidates)
-    base = Option(base_rows, base_ms, float(batch), True)
+    base = Option(base_rows, base_ms, base_ms, float(batch), True)
     options = _options(slots, costs, base, allowed_ms - draft_ms)
     reason, best = _pick(settings, replica, options)
     if not slots:
@@ -239,13 +243,13 @@ def _options(
     """K=0 first, then one option per rows bucket, each filled with the likeliest drafts."""
     options = [base]
     tokens, taken = base.tokens, 0
-    for edge, ms in zip(costs.rows, costs.ms, strict=True):
+    for edge, ms, hoped_ms in zip(costs.rows, costs.ms, costs.hoped_ms, strict=True):
         if edge <= base.rows or taken == len(slots):
             continue
         fill = min(edge - base.rows, len(slots))
         tokens += sum(chance for chance, _ in slots[taken:fill])
         taken = fill
-        options.append(Option(base.rows + fill, ms, tokens, ms - base.ms <= allowed_ms))
+        options.append(Option(base.rows + fill, ms, hoped_ms, tokens, ms - base.ms <= allowed_ms))
     return tuple(options)
 
 
@@ -256,7 +260,7 @@ def _pick(
     if math.isinf(base.ms):
         return Reason.NO_COSTS, base
     least = (1 + settings.margin) * base.tokens / base.ms
-    worth = [option for option in options[1:] if option.tokens / option.ms > least]
+    worth = [option for option in options[1:] if option.tokens / option.hoped_ms > least]
     if not worth:
         return Reason.NOT_WORTH, base
     allowed = [option for option in worth if option.allowed]
@@ -264,7 +268,7 @@ def _pick(
         return Reason.GOVERNED, base
     if replica.drafting_steps >= settings.baseline_interval:
         return Reason.BASELINE, base
-    return Reason.DRAFTED, max(allowed, key=lambda option: option.tokens / option.ms)
+    return Reason.DRAFTED, max(allowed, key=lambda option: option.tokens / option.hoped_ms)
 
 
 def settle(

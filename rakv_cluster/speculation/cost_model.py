@@ -29,6 +29,9 @@ CELL_GAIN = 0.1
 CLIP = math.log(1.5)
 """Largest change of a log cost that one measurement can argue for: a stall is not a new cost."""
 
+DOUBT_HALF_LIFE_STEPS = 500
+"""Steps after which half of an unused wide step's extra cost is still believed."""
+
 Column = tuple[int, int]
 """(context bucket, batch bucket)"""
 
@@ -72,10 +75,16 @@ class StepCosts:
     """Milliseconds of a decode step by its number of rows, for one batch at one context.
 
     ``rows`` ascend; a step costs what the next edge costs. Empty where nothing was measured.
+    ``hoped_ms`` is less where the measurement is old: reason to try again, not to rely on.
     """
 
     rows: tuple[int, ...] = ()
     ms: tuple[float, ...] = ()
+    hoped_ms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.hoped_ms:
+            object.__setattr__(self, "hoped_ms", self.ms)
 
     def at(self, rows: int) -> float:
         """Cost of a step of ``rows``; infinite beyond what was measured."""
@@ -119,14 +128,26 @@ class CostSample:
 
 @dataclass(slots=True)
 class _Cell:
-    """A robust mean in the log domain."""
+    """A robust mean in the log domain; ``outlier`` is the last surprise if it was clipped."""
 
     value: float
     samples: int
+    seen_at: int = 0
+    outlier: float = 0.0
 
-    def move(self, clipped: float) -> None:
-        # The first samples are averaged, so that a cell is not its first measurement for long.
+    def move(self, surprise: float) -> None:
+        """Learn from a sample ``exp(surprise)`` times the value.
+
+        One that is far off counts as CLIP; a second one in the same direction is believed.
+        """
         self.samples += 1
+        clipped = _clip(surprise)
+        if clipped != surprise and surprise * self.outlier > 0:
+            self.value *= math.exp(min(surprise, self.outlier, key=abs))
+            self.outlier = 0.0
+            return
+        self.outlier = surprise if clipped != surprise else 0.0
+        # The first samples are averaged, so that a cell is not its first measurement for long.
         self.value *= math.exp(clipped * max(CELL_GAIN, 1.0 / self.samples))
 
 
@@ -141,6 +162,7 @@ class CostTable:
     def __init__(self, buckets: CostBuckets) -> None:
         self.buckets = buckets
         self._level = 1.0
+        self._observed = 0
         self._bases: dict[Column, _Cell] = {}
         self._ratios: dict[Column, dict[int, _Cell]] = {}
         self._known: dict[tuple[Column, int], StepCosts] = {}
@@ -155,6 +177,7 @@ class CostTable:
         if not self.buckets.covers(sample.rows) or sample.ms <= 0:
             return
         self._known.clear()
+        self._observed += 1
         column = self.buckets.column(context_tokens=sample.context_tokens, batch=sample.batch)
         rows = self.buckets.rows_edge(sample.rows)
         if rows <= self._base_rows(column):
@@ -179,10 +202,11 @@ class CostTable:
         ratios = self._ratios.setdefault(column, {})
         expected = self._ratio(column, rows)
         if math.isinf(expected):
-            ratios[rows] = _Cell(ms / base_ms, 1)
+            ratios[rows] = _Cell(ms / base_ms, 1, self._observed)
             return
         cell = ratios.setdefault(rows, _Cell(expected, 0))
-        cell.move(_clip(math.log(ms / (expected * base_ms))))
+        cell.seen_at = self._observed
+        cell.move(math.log(ms / (expected * base_ms)))
 
     def step_costs(self, *, batch: int, context_tokens: int) -> StepCosts:
         """Costs of every rows bucket for ``batch`` sequences at this mean context."""
@@ -193,11 +217,13 @@ class CostTable:
         known = self._known.get((column, first))
         if known is None:
             base_ms = self._base(column) * self._level
-            costs = [
-                (rows, base_ms * self._ratio(column, rows)) for rows in self.buckets.rows[first:]
-            ]
-            finite = [(rows, ms) for rows, ms in costs if math.isfinite(ms)]
-            known = StepCosts(tuple(rows for rows, _ in finite), tuple(ms for _, ms in finite))
+            ratios = {rows: self._ratio(column, rows) for rows in self.buckets.rows[first:]}
+            finite = {rows: ratio for rows, ratio in ratios.items() if math.isfinite(ratio)}
+            known = StepCosts(
+                tuple(finite),
+                tuple(base_ms * ratio for ratio in finite.values()),
+                tuple(base_ms * self._hoped(column, rows, finite[rows]) for rows in finite),
+            )
             self._known[column, first] = known
         return known
 
@@ -234,6 +260,16 @@ class CostTable:
         if not donors:
             return math.inf
         return min(donors, key=lambda donor: _distance(column, donor[0]))[1]
+
+    def _hoped(self, column: Column, rows: int, ratio: float) -> float:
+        """What a ratio may have become since it was seen: its excess is doubted with age.
+
+        A wide step that was once measured under load would otherwise never be tried again.
+        """
+        cell = self._ratios.get(column, {}).get(rows)
+        age = self._observed - (cell.seen_at if cell is not None else 0)
+        doubt: float = 0.5 ** (age / DOUBT_HALF_LIFE_STEPS)
+        return 1.0 + (ratio - 1.0) * doubt if ratio > 1.0 else ratio
 
     def _measured_ratio(self, column: Column, rows: int) -> float:
         if rows == self._base_rows(column):

@@ -40,7 +40,7 @@ class TimedRunner:
         return torch.zeros(len(step.logit_rows), self.vocab_size)
 
 
-def test_reports_the_median_of_every_shape() -> None:
+def test_reports_the_best_round_of_every_shape() -> None:
     clock = ManualClock()
     runner = TimedRunner(clock)
     plan = BenchmarkPlan(rows=(1, 2, 4), context_tokens=(64, 512), rounds=5)
