@@ -21,6 +21,7 @@ import os
 import shutil
 import struct
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +89,12 @@ class ShardFolder:
             raise StoreUnavailable(f"cannot write to {self.path}: {error}") from error
 
     def mark_closed(self) -> None:
-        """Note that everything is written and synced."""
-        (self.path / _OPEN).unlink(missing_ok=True)
+        """Note that everything is written and synced.
+
+        If even that fails, the next writer on another boot verifies the shard for nothing.
+        """
+        with suppress(OSError):
+            (self.path / _OPEN).unlink(missing_ok=True)
 
     def outlived_its_machine(self) -> bool:
         """Whether the machine went down under a writer: unsynced pages may be lost in any order.

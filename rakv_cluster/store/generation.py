@@ -158,8 +158,12 @@ class Generation:
         truncated file.
         """
         used_bytes = self._used_bytes()
-        if os.fstat(self._fd).st_size < used_bytes:
-            os.truncate(self.path / DATA_FILE, used_bytes)
+        try:
+            if os.fstat(self._fd).st_size < used_bytes:
+                os.truncate(self.path / DATA_FILE, used_bytes)
+        except OSError as error:
+            # What was committed stays valid; at worst it is moved aside at the next start.
+            _log.warning("cannot extend %s: %s", self.path, error)
 
     def set_ballast(self) -> None:
         """Keep a little of the disk in reserve, if there is any left.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,30 +18,25 @@ from rakv_cluster.types import Tier
 _COUNTERS = ("ram_hits", "ram_misses", "ram_evictions", "ram_refused", "ram_puts")
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    found: Found
-    record: ChunkRecord
-
-
 class MemoryStore:
     """Keeps a copy of each record's KV, read-only, so that loads need no lock while copying."""
 
     def __init__(self, budget_bytes: int, clock: Clock, policy: PolicyFactory = Arc) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, ChunkRecord] = {}
         self._catalog = Catalog(budget_bytes, policy)
         self._counters = Counters(_COUNTERS)
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         with self._lock:
-            return {key: self._held[key].found for key in keys if key in self._held}
+            held = {key: self._held[key] for key in keys if key in self._held}
+        return {key: _found(record) for key, record in held.items()}
 
     def load(self, items: Sequence[LoadItem]) -> list[Loaded]:
         with self._lock:
             held = [self._held.get(item.key) for item in items]
-        outcomes = [_load(entry, item) for entry, item in zip(held, items, strict=True)]
+        outcomes = [_load(record, item) for record, item in zip(held, items, strict=True)]
         hits = [item.key for item, loaded in zip(items, outcomes, strict=True) if loaded.ok]
         with self._lock:
             self._catalog.touch(hits, self._clock.wall_s())
@@ -50,7 +45,8 @@ class MemoryStore:
         return outcomes
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
-        return sum(self._put(record) for record in records)
+        # A prompt's last chunk first: it is worth nothing without the others and leaves first.
+        return sum(self._put(record) for record in sorted(records, key=lambda r: -r.start))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
@@ -70,23 +66,24 @@ class MemoryStore:
         size_bytes = record.kv.nbytes
         with self._lock:
             held = self._held.get(record.key)
-            if held is not None and serves(held.found, record):
+            if held is not None and serves(held, record):
                 return True
         if size_bytes > self._catalog.budget_bytes:
             self._counters.add("ram_refused")
             return False
-        kept = _Held(
-            _found(record, size_bytes),
-            frozen_copy(record),
-        )
+        kept = frozen_copy(record)
         with self._lock:
+            # A tail that grew is still the record that was used.
+            entry = _entry(record, size_bytes, self._clock.wall_s())
+            if record.key in self._catalog:
+                entry.uses = self._catalog[record.key].uses
             self._drop(record.key)
             victims = self._catalog.victims({record.namespace: size_bytes})
             for key in victims:
                 del self._held[key]
                 self._catalog.remove(key, evicted=True)
             self._held[record.key] = kept
-            self._catalog.add(record.key, _entry(record, size_bytes, self._clock.wall_s()))
+            self._catalog.add(record.key, entry)
         self._counters.add("ram_puts")
         self._counters.add("ram_evictions", len(victims))
         return True
@@ -99,16 +96,16 @@ class MemoryStore:
         return True
 
 
-def _load(held: _Held | None, item: LoadItem) -> Loaded:
+def _load(held: ChunkRecord | None, item: LoadItem) -> Loaded:
     tokens = len(item.token_ids)
     if (
         held is None
-        or held.found.token_ids[:tokens] != tuple(item.token_ids)
-        or held.record.layout != item.layout
+        or held.token_ids[:tokens] != tuple(item.token_ids)
+        or held.layout != item.layout
     ):
         return Loaded(ok=False, tier=Tier.RAM)
-    np.copyto(item.out, held.record.kv[:, :, :, :tokens])
-    return Loaded(ok=True, tier=Tier.RAM, stored_bytes=held.found.stored_bytes)
+    np.copyto(item.out, held.kv[:, :, :, :tokens])
+    return Loaded(ok=True, tier=Tier.RAM, stored_bytes=held.kv.nbytes)
 
 
 def frozen_copy(record: ChunkRecord) -> ChunkRecord:
@@ -120,9 +117,9 @@ def frozen_copy(record: ChunkRecord) -> ChunkRecord:
     return replace(record, kv=kv)
 
 
-def _found(record: ChunkRecord, size_bytes: int) -> Found:
+def _found(record: ChunkRecord) -> Found:
     return Found(
-        tuple(record.token_ids), Tier.RAM, size_bytes, record.cost_ms, record.numeric_class,
+        record.token_ids, Tier.RAM, record.kv.nbytes, record.cost_ms, record.numeric_class,
         record.namespace, record.start, record.created_s,
     )  # fmt: skip
 

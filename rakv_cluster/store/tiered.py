@@ -69,12 +69,12 @@ class TieredStore:
         return taken
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove from both tiers; returns how many keys were in either."""
-        held = set(self._memory.find(keys))
-        self._memory.delete(keys)
-        only_disk = [key for key in keys if key not in held]
-        self._disk.delete([key for key in keys if key in held])
-        return len(held) + self._disk.delete(only_disk)
+        """Remove from both tiers; returns how many keys were in either.
+
+        Waits its turn behind writes that are queued for the disk: one of them could bring back what
+        was deleted.
+        """
+        return self._writer.run(lambda: self._delete(keys))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every put is on disk or dropped; False if that took longer."""
@@ -97,6 +97,12 @@ class TieredStore:
                 return False
             self._waiting_bytes += size
             return True
+
+    def _delete(self, keys: Sequence[bytes]) -> int:
+        in_memory = set(self._memory.find(keys))
+        self._memory.delete(keys)
+        self._disk.delete([key for key in keys if key in in_memory])
+        return len(in_memory) + self._disk.delete([key for key in keys if key not in in_memory])
 
     def _write(self, records: Sequence[ChunkRecord], size: int) -> None:
         try:
