@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from rakv_cluster.model.fetch import fetch_model
 from rakv_cluster.model.loader import LoadedModel, load_model
+
+# A busy machine makes any example slow; what is slow for good shows in the whole run's time.
+settings.register_profile("rakv", deadline=None)
+settings.load_profile("rakv")
 
 
 @pytest.fixture(scope="session", autouse=True)

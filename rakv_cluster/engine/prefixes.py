@@ -65,6 +65,7 @@ class Prefixes:
     def begin(self, sequence: Sequence) -> None:
         """Take an admitted sequence (buffer leased, length 0) into its first phase."""
         sequence.waiting_since_s = self._clock.monotonic_s()
+        sequence.restart_reuse()
         if not sequence.use_store:
             sequence.phase = Phase.RUNNING
             return
@@ -220,7 +221,7 @@ class Prefixes:
         sequence.phase = Phase.RUNNING
         sequence.load_ms += (now_s - sequence.waiting_since_s) * 1e3
         sequence.stored_keys |= state.stored_keys
-        sequence.reused.clear()
+        sequence.restart_reuse()
         sequence.reuse_from(Tier.RAM, 0, min(shared, state.tokens))
         position = min(shared, state.tokens)
         for end, tier in state.sources:

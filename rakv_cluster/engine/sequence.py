@@ -136,10 +136,19 @@ class Sequence:
         self.count += 1
         self.rule.accept(token_id)
 
+    def restart_reuse(self) -> None:
+        """Forget where prompt tokens came from: they are found or computed again.
+
+        Once the first token is out the account is closed: coming back from preemption is not the
+        request's own cost.
+        """
+        if self.first_token_s < 0:
+            self.reused.clear()
+
     def reuse_from(self, tier: Tier, start: int, stop: int) -> None:
-        """Account prompt positions ``[start, stop)`` to ``tier``."""
+        """Account prompt positions ``[start, stop)`` to ``tier``, unless the account is closed."""
         tokens = min(stop, self.prompt_tokens) - min(start, self.prompt_tokens)
-        if tokens > 0:
+        if tokens > 0 and self.first_token_s < 0:
             self.reused[tier] = self.reused.get(tier, 0) + tokens
 
     @property

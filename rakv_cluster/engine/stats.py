@@ -24,7 +24,6 @@ class Counters:
     join_timeouts: int = 0
     step_failures: int = 0
     sink_failures: int = 0
-    near_ties: int = 0
 
     def finish(self, reason: str) -> None:
         """Count an ended request."""

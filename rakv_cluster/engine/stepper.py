@@ -16,7 +16,7 @@ from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.speculation.verification import block_rows
 
-_CALIBRATION_ROWS = (1, 1, 16, 64, 64, 256)
+_CALIBRATION_ROWS = (1, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Stepper:
         return Computed(by_part, ms)
 
     def calibrate(self, pool: BufferPool) -> None:
-        """Run a few forwards of sequence-less rows on scratch memory and learn their costs."""
+        """Run a few forwards on scratch memory, each twice, and learn the second's cost."""
         longest = min(max(_CALIBRATION_ROWS), self._max_step_tokens, self._runner.context_tokens)
         if not pool.can_lease(longest):
             return
@@ -65,7 +65,9 @@ class Stepper:
         try:
             for rows in _CALIBRATION_ROWS:
                 size = min(rows, longest)
-                self._time(Span(buffer, 0, size, 0, size - 1))
+                span = Span(buffer, 0, size, 0, size - 1)
+                self._time(span)  # the first of its kind sets up kernels and memory
+                self._learn(size, self._time(span))
         finally:
             pool.release(buffer)
 
@@ -83,7 +85,8 @@ class Stepper:
         rows = sum(tokens for _, tokens in prompts)
         self._costs.observe_prefill(max(start for start, _ in prompts), rows, max(ms, 0.0))
 
-    def _time(self, span: Span) -> None:
+    def _time(self, span: Span) -> float:
+        """Milliseconds of a forward over ``span`` alone."""
         rows = span.row_stop - span.row_start
         step = Step(
             token_ids=torch.zeros(rows, dtype=torch.int64),
@@ -93,7 +96,9 @@ class Stepper:
         )
         began_s = self._clock.monotonic_s()
         self._runner.forward(step)
-        ms = (self._clock.monotonic_s() - began_s) * 1e3
+        return (self._clock.monotonic_s() - began_s) * 1e3
+
+    def _learn(self, rows: int, ms: float) -> None:
         if rows == 1:
             self._costs.observe_decode(1, ms)
         else:

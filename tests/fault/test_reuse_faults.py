@@ -117,7 +117,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts engines, and stops them after the test."""
+    """Starts engines that load whatever is found, and stops them after the test."""
     engines: list[Engine] = []
 
     def build(
@@ -133,7 +133,7 @@ def start() -> Iterator[Start]:
             Speculator(CostTable(CostBuckets()), ControllerSettings(), clock or SystemClock()),
             cuts=no_cuts(64),
             limits=LIMITS,
-            settings=EngineSettings(**settings),  # type: ignore[arg-type]  # ints and floats by name
+            settings=EngineSettings(price_loads=False, **settings),  # type: ignore[arg-type]  # ints and floats by name
             clock=clock or SystemClock(),
             numeric_class="fake",
         )
@@ -179,6 +179,21 @@ def test_memory_that_an_abandoned_load_writes_to_is_not_used_again(start: Start)
 
     assert late.wait() == FakeRunner().generate(list(reversed(PROMPT)), 60)
     assert engine.stats().counters.load_timeouts == 1
+
+
+def test_the_next_request_waits_for_a_write_under_way(start: Start) -> None:
+    store = Gate({"put"})
+    engine = start(store, SlowRunner(), settle_s=DEADLINE_S, load_deadline_s=DEADLINE_S)
+    ask(engine, "first").wait()
+    assert store.entered.wait(DEADLINE_S)
+
+    second = ask(engine, "second")
+    assert not second.first.wait(0.2)
+    store.open()
+
+    assert second.wait() == FakeRunner().generate(PROMPT, 5)
+    assert second.last.stats is not None
+    assert second.last.stats.ram_tokens == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("fault", [Fault.RAISE, Fault.FORGET, Fault.LIE])
