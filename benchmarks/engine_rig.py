@@ -22,6 +22,9 @@ from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.types import ReuseMode, SamplingParams
@@ -90,6 +93,7 @@ class Rig:
         engine = Engine(
             self.loaded.runner,
             store,
+            Speculator(CostTable(CostBuckets()), ControllerSettings(), SystemClock()),
             cuts=self.cuts,
             limits=LIMITS,
             settings=settings or EngineSettings(),
@@ -112,12 +116,17 @@ class Rig:
         reuse: ReuseMode = ReuseMode.OFF,
         sampling: SamplingParams | None = None,
     ) -> Answer:
-        """Submit a prompt."""
+        """Submit a prompt; without drafts, which benchmarks.speculation measures."""
         self._names += 1
         prompt = chunk_prompt(NAMESPACE, [ids], self.cuts, LIMITS)
         answer = Answer()
         request = EngineRequest(
-            f"r{self._names}", prompt, max_tokens, sampling or SamplingParams(), reuse=reuse
+            f"r{self._names}",
+            prompt,
+            max_tokens,
+            sampling or SamplingParams(),
+            reuse=reuse,
+            speculation="off",
         )
         self.engine.submit(request, answer)
         return answer

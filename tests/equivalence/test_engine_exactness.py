@@ -26,6 +26,13 @@ from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.sampling import RuleRow, TokenRule, choose
 from rakv_cluster.model.step import Runner
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import (
+    SPECULATION_MODES,
+    SpeculationMode,
+    Speculator,
+)
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.lmdb_shard import LmdbStore
 from rakv_cluster.store.memory import MemoryStore
@@ -150,6 +157,7 @@ class Service:
         self.engine = Engine(
             subject.runner,
             store,
+            Speculator(CostTable(CostBuckets()), ControllerSettings(), SystemClock()),
             cuts=subject.cuts,
             limits=LIMITS,
             # Loads are forced: computing a tiny model's prompt is often the faster way.
@@ -160,11 +168,18 @@ class Service:
         self.engine.start(calibrate=False)
 
     def ask(
-        self, prompt: ChunkedPrompt, max_tokens: int, sampling: SamplingParams = GREEDY
+        self,
+        prompt: ChunkedPrompt,
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        *,
+        speculation: SpeculationMode = "auto",
     ) -> Answer:
         self._names += 1
         answer = Answer()
-        request = EngineRequest(f"r{self._names}", prompt, max_tokens, sampling=sampling)
+        request = EngineRequest(
+            f"r{self._names}", prompt, max_tokens, sampling, speculation=speculation
+        )
         self.engine.submit(request, answer)
         return answer
 
@@ -308,7 +323,8 @@ def run_mix(subject: Subject, serve: Serve, rng: random.Random, faults: random.R
         ids = subject.some_ids(length, start=rng.choice([0, 0, 90]))
         params = SamplingParams(temperature=rng.choice([0.0, 0.8]), top_p=0.95, seed=number)
         tokens = rng.randrange(1, 20)
-        answer = service.ask(subject.prompt(ids), tokens, params)
+        mode = rng.choice(SPECULATION_MODES)
+        answer = service.ask(subject.prompt(ids), tokens, params, speculation=mode)
         asked.append((answer, ids, params, tokens))
         if rng.random() < 0.4:
             asked[rng.randrange(len(asked))][0].first.wait(WAIT_S)

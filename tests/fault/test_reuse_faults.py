@@ -15,8 +15,11 @@ from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
+from rakv_cluster.kv.buffer import BufferPool
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.model.step import Step
+from rakv_cluster.reuse.assembly import load_plan
+from rakv_cluster.reuse.planner import PlannedLoad, ReusePlan
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
@@ -28,7 +31,7 @@ from rakv_cluster.testing.engine import LIMITS, NAMESPACE, EngineHarness, no_cut
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.faulty_store import Fault, FaultyStore
 from rakv_cluster.testing.workers import InlineWorkers, ManualWorkers
-from rakv_cluster.types import ChunkedPrompt, FinishReason
+from rakv_cluster.types import ChunkedPrompt, FinishReason, Tier
 
 PROMPT = [(index * 5 + 1) % 64 for index in range(40)]
 DEADLINE_S = 20.0
@@ -229,10 +232,10 @@ def test_a_load_that_fails_half_way_keeps_its_first_half() -> None:
     assert engine.core.stats().counters.load_failures == 3
 
 
-def test_cancelling_during_a_load_frees_the_request_at_once() -> None:
+def test_cancelling_before_a_load_begins_leaves_the_store_alone() -> None:
     clock = ManualClock()
-    store = MemoryStore(1 << 24, clock)
-    fill(store, PROMPT)
+    calls: list[Fault] = []
+    store = FaultyStore(MemoryStore(1 << 24, clock), lambda: calls.append(Fault.NONE) or Fault.NONE)
     loaders = ManualWorkers()
     engine = EngineHarness(
         FakeRunner(clock=clock), store, clock, settings=EngineSettings(), loaders=loaders
@@ -246,6 +249,44 @@ def test_cancelling_during_a_load_frees_the_request_at_once() -> None:
 
     assert answer.finish is FinishReason.CANCELLED
     assert engine.core.stats().kv_leased_bytes == 0
+    assert not calls
+
+
+def test_memory_that_a_cancelled_request_s_load_writes_to_is_not_used_again(start: Start) -> None:
+    store = Gate({"load"})
+    fill(store, PROMPT)
+    engine = start(store, SlowRunner())
+    first = ask(engine, "first")
+    assert store.entered.wait(DEADLINE_S)
+    engine.cancel("first")
+    first.wait()
+    late = ask(engine, "late", list(reversed(PROMPT)), 60)
+    assert late.first.wait(DEADLINE_S)
+
+    store.open()
+
+    assert late.wait() == FakeRunner().generate(list(reversed(PROMPT)), 60)
+
+
+def test_a_failed_load_leaves_finite_numbers() -> None:
+    """A masked attention may still read what is behind the verified slots: 0 times NaN is NaN."""
+    clock = ManualClock()
+    healthy = MemoryStore(1 << 24, clock)
+    fill(healthy, PROMPT)
+    layout = FakeRunner().layout
+    buffer = BufferPool(layout, budget_bytes=1 << 20, device=torch.device("cpu")).lease(64)
+    loads = tuple(
+        PlannedLoad(chunk.prefix_key, chunk.start, chunk.token_ids, Tier.RAM, 1)
+        for chunk in prompt_of(PROMPT).chunks
+    )
+
+    done = load_plan(
+        ReusePlan(loads), FaultyStore(healthy, lambda: Fault.LIE), buffer, layout, clock
+    )
+
+    assert done.tokens == 16
+    assert done.failed == 3
+    assert bool(buffer.data.isfinite().all())
 
 
 def test_what_the_save_queue_cannot_hold_is_dropped_and_counted() -> None:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.speculation.speculator import SPECULATION_MODES, SpeculationMode
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
@@ -35,6 +36,7 @@ class Ask:
     seed: int
     reuse: ReuseMode
     tenant: str
+    speculation: SpeculationMode
 
     @property
     def segments(self) -> list[list[int]]:
@@ -57,6 +59,7 @@ asks = st.builds(
     seed=st.integers(0, 3),
     reuse=st.sampled_from([ReuseMode.EXACT, ReuseMode.EXACT, ReuseMode.OFF]),
     tenant=st.sampled_from(["a", "b"]),
+    speculation=st.sampled_from(SPECULATION_MODES),
 )
 actions = st.lists(
     st.sampled_from(["arrive"] * 3 + ["step"] * 6 + ["load", "save", "cancel", "delete", "hang"]),
@@ -106,7 +109,12 @@ class Mix:
             prompt = self.engine.prompt(*ask.segments)
             self.prompts.append(prompt)
             recording = self.engine.ask(
-                prompt, ask.max_tokens, sampling=ask.sampling, reuse=ask.reuse, tenant=ask.tenant
+                prompt,
+                ask.max_tokens,
+                sampling=ask.sampling,
+                reuse=ask.reuse,
+                tenant=ask.tenant,
+                speculation=ask.speculation,
             )
             self.answers.append((ask, recording))
         elif action == "step":
@@ -178,6 +186,7 @@ def test_a_mix_gives_each_request_its_own_tokens(
 
     check_answers(mix)
     totals = mix.engine.core.stats().counters
+    event(f"drafted: {any(r.stats.accepted_tokens for _, r in mix.answers)}")
     event(f"preempted: {totals.preemptions > 0}")
     event(f"shared: {totals.shared_tokens > 0}")
     event(f"reused: {totals.ram_tokens > 0}")

@@ -100,6 +100,20 @@ def test_a_tail_matched_to_its_end_leads_on() -> None:
     assert [(load.start, load.end) for load in loads] == [(0, 6), (6, 13)]
 
 
+def test_what_follows_a_tail_that_diverged_is_another_prefix() -> None:
+    diverged, behind = (0, 1, 2, 60), (3, 4, 5)
+    prompt = prompt_of(list(range(20)))
+    after = prefix_key(NAMESPACE, ROOT, diverged)
+    records = {
+        tail_key(NAMESPACE, ROOT): found(diverged),
+        tail_key(NAMESPACE, after): found(behind),
+    }
+
+    loads = path_of(prompt, records)
+
+    assert [(load.start, load.end) for load in loads] == [(0, 3)]
+
+
 def test_keys_not_asked_for_yet_are_named() -> None:
     prompt = prompt_of(list(range(30)))
     records = {prompt.chunks[0].prefix_key: found(prompt.chunks[0].token_ids)}

@@ -202,6 +202,21 @@ def test_preemption_does_not_change_the_output(runner: FakeRunner, clock: Manual
         assert answer.token_ids == runner.generate(ids(number, 200), 150)
 
 
+def test_coming_back_from_preemption_is_not_accounted_as_reuse(
+    runner: FakeRunner, clock: ManualClock
+) -> None:
+    settings = EngineSettings(
+        kv_budget_bytes=2 * 256 * runner.layout.bytes_per_token, max_step_tokens=64, growth_tokens=1
+    )
+    engine = EngineHarness(runner, MemoryStore(1 << 24, clock), clock, settings=settings)
+
+    answers = [engine.ask(engine.prompt(ids(n, 200)), 150) for n in range(2)]
+    engine.run(*answers)
+
+    assert engine.core.stats().counters.preemptions > 0
+    assert [answer.stats.computed_tokens for answer in answers] == [200, 200]
+
+
 def test_a_forward_that_fails_ends_only_the_request_it_fails_for(clock: ManualClock) -> None:
     poison = 63
 
