@@ -65,6 +65,8 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", description="address the HTTP server binds")
     port: int = Field(8000, ge=1, le=65535, description="port the HTTP server binds")
+    grpc_host: str = Field("127.0.0.1", description="address the gRPC server binds")
+    grpc_port: int = Field(0, ge=0, le=65535, description="port of the gRPC server; 0: none")
     api_keys_file: Path = Field(
         Path(), description="file of API keys (see `rakv key`), read again when it changes"
     )
@@ -122,11 +124,12 @@ class Settings(BaseModel):
             raise ValueError("chunk_min_tokens is larger than chunk_max_tokens")
         if self.api_keys_file != Path() and self.api_keys.get_secret_value():
             raise ValueError("api_keys and api_keys_file are both set; choose one")
-        if not self.has_api_keys and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} can be reached from other machines: set api_keys_file "
-                "(`rakv key new --file FILE --tenant NAME` makes one)"
-            )
+        for host in (self.host, self.grpc_host):
+            if not self.has_api_keys and not is_loopback(host):
+                raise ValueError(
+                    f"{host} can be reached from other machines: set api_keys_file "
+                    "(`rakv key new --file FILE --tenant NAME` makes one)"
+                )
         return self
 
     @property

@@ -26,6 +26,7 @@ status. All of them survive pickling, since they cross Ray actor boundaries.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 
@@ -56,6 +57,23 @@ def _rebuild(
     kind: type[RakvError], message: str, field: str | None, retry_after_s: float | None
 ) -> RakvError:
     return kind(message, field=field, retry_after_s=retry_after_s)
+
+
+def error_class(code: str, otherwise: Callable[[type[RakvError]], bool]) -> type[RakvError]:
+    """The class of this tree with ``code``; else the first, parents before children, for which
+    ``otherwise`` holds; else :class:`RakvError`. How clients turn an answer back into an error."""
+    kinds = list(_tree(RakvError))
+    by_code = (kind for kind in kinds if kind.code == code)
+    by_status = (kind for kind in kinds[1:] if otherwise(kind))
+    return next(by_code, None) or next(by_status, RakvError)
+
+
+def _tree(parent: type[RakvError]) -> Iterator[type[RakvError]]:
+    """The classes of this module; what others derive from them stays theirs."""
+    if parent.__module__ == __name__:
+        yield parent
+        for child in parent.__subclasses__():
+            yield from _tree(child)
 
 
 class InvalidRequest(RakvError, ValueError):

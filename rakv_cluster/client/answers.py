@@ -6,13 +6,12 @@ No network here: both clients feed the same :class:`AnswerBuilder`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rakv_cluster import errors
 from rakv_cluster.clock import Clock
-from rakv_cluster.errors import RakvError, Unavailable
+from rakv_cluster.errors import RakvError, Unavailable, error_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +130,10 @@ def error_of(body: object, *, status: int, retry_after: str = "") -> RakvError:
     detail = body.get("error") if isinstance(body, dict) else None
     given = detail if isinstance(detail, dict) else {}
     code, field_name = given.get("code"), given.get("param")
-    kinds = tuple(_kinds(RakvError))
-    kind = next((k for k in kinds if k.code == code), None)
-    if kind is None:
-        kind = next((k for k in kinds if k.http_status == status != 500), RakvError)
+    kind = error_class(str(code), lambda k: k.http_status == status != 500)
     message = given.get("message") or f"the server answered with status {status}"
     return kind(
         str(message),
         field=field_name if isinstance(field_name, str) else None,
         retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
     )
-
-
-def _kinds(parent: type[RakvError]) -> Iterator[type[RakvError]]:
-    """The tree that errors.py documents, parents first, without classes that others added."""
-    if parent.__module__ == errors.__name__:
-        yield parent
-        for child in parent.__subclasses__():
-            yield from _kinds(child)

@@ -16,17 +16,17 @@ import rakv_cluster
 from rakv_cluster import telemetry
 from rakv_cluster.errors import BodyTooLarge, ModelNotFound, NotFound, RakvError, Unavailable
 from rakv_cluster.serving import openai_format
-from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.http_access import Access, caller_of
-from rakv_cluster.serving.openai_format import ChoiceText, Endpoint, Header, Totals
+from rakv_cluster.serving.openai_format import ChoiceText, Endpoint, Header
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     parse,
 )
-from rakv_cluster.serving.service import Prepared, Service
+from rakv_cluster.serving.run import Run
+from rakv_cluster.serving.service import Service
 
 _DONE = b"data: [DONE]\n\n"
 _PROBE_TIMEOUT_S = 2.0
@@ -104,7 +104,14 @@ class _Exchange:
         request = parse(kind, body)
         caller = caller_of(http)
         prepared = await self._service.prepare(request, caller)
-        totals = Totals(prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms)
+        run = Run(
+            self._service,
+            self._metrics,
+            prepared,
+            caller,
+            endpoint=self._endpoint,
+            started_s=self._started_s,
+        )
         prefix = "chatcmpl" if self._endpoint == "chat" else "cmpl"
         header = Header(
             self._endpoint,
@@ -113,26 +120,19 @@ class _Exchange:
             self._service.model_name,
         )
         if not request.stream:
-            return await self._whole(request, prepared, caller, header, totals)
-        updates = self._updates(prepared, caller, totals)
+            return await self._whole(request, run, header)
+        updates = run.updates()
         # Awaited here, so that a refusal still has its status code.
         first = await anext(updates)
         return StreamingResponse(
-            self._events(request, header, totals, first, updates),
+            self._events(request, run, header, first, updates),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
-    async def _whole(
-        self,
-        request: GenerationRequest,
-        prepared: Prepared,
-        caller: Caller,
-        header: Header,
-        totals: Totals,
-    ) -> Response:
-        choices = {choice.index: ChoiceText() for choice in prepared.choices}
-        async with aclosing(self._updates(prepared, caller, totals)) as updates:
+    async def _whole(self, request: GenerationRequest, run: Run, header: Header) -> Response:
+        choices = {choice.index: ChoiceText() for choice in run.prepared.choices}
+        async with aclosing(run.updates()) as updates:
             async for update in updates:
                 choices[update.index].add(update)
         body = openai_format.full_body(
@@ -142,13 +142,14 @@ class _Exchange:
             with_logprobs=request.alternatives >= 0,
             echo=_echo(request),
         )
-        return _json(body | {"usage": totals.usage(), "rakv": totals.rakv(self._elapsed_ms())})
+        accounts = {"usage": run.totals.usage(), "rakv": run.totals.rakv(run.elapsed_ms())}
+        return _json(body | accounts)
 
     async def _events(
         self,
         request: GenerationRequest,
+        run: Run,
         header: Header,
-        totals: Totals,
         first: Update,
         updates: AsyncGenerator[Update, None],
     ) -> AsyncIterator[bytes]:
@@ -176,37 +177,8 @@ class _Exchange:
                 yield _event(openai_format.error_body(error))
                 return
         if request.stream_options.include_usage:
-            yield _event(openai_format.usage_body(header, totals, self._elapsed_ms()))
+            yield _event(openai_format.usage_body(header, run.totals, run.elapsed_ms()))
         yield _DONE
-
-    async def _updates(
-        self, prepared: Prepared, caller: Caller, totals: Totals
-    ) -> AsyncGenerator[Update, None]:
-        """The run's updates, counted."""
-        status = "cancelled"
-        self._metrics.in_flight.inc()
-        try:
-            async with aclosing(self._service.run(prepared)) as updates:
-                async for update in updates:
-                    if not totals.output_tokens:
-                        self._metrics.ttft_s.observe(self._elapsed_ms() / 1e3)
-                    totals.add(update, self._elapsed_ms())
-                    yield update
-            status = "ok"
-        except RakvError as error:
-            status = error.code
-            raise
-        finally:
-            self._metrics.in_flight.dec()
-            self._metrics.requests.labels(self._endpoint, status).inc()
-            output_tokens = sum(totals.output_tokens.values())
-            self._service.gate.charge_tokens(caller, totals.prompt_tokens + output_tokens)
-            self._metrics.output_tokens.inc(output_tokens)
-            for source, count in totals.sources().items():
-                self._metrics.prompt_tokens.labels(source).inc(count)
-
-    def _elapsed_ms(self) -> float:
-        return (self._service.clock.monotonic_s() - self._started_s) * 1e3
 
 
 def _echo(request: GenerationRequest) -> str:

@@ -15,10 +15,14 @@ from rakv_cluster.config import Settings
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.serving.backend import Failover
+from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.grpc_server import GrpcServer
+from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.handles import HandleBackend
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.stores import open_admin
 from rakv_cluster.telemetry import ServiceMetrics
 
 
@@ -47,6 +51,17 @@ class Ingress:
             clock=clock,
             seeds=SystemRandom(),
         )
+
+        self._grpc: list[GrpcServer] = []
+        if settings.grpc_port:
+            cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
+            surface = GrpcSurface(self._service, self._metrics, cache)
+            self._grpc.append(await GrpcServer.start(surface, settings, settings.grpc_port))
+
+    async def __del__(self) -> None:
+        # Serve awaits this when it stops a replica; a failed __init__ left nothing to stop.
+        for server in getattr(self, "_grpc", ()):
+            await server.stop()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._service, self._metrics)

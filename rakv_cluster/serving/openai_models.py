@@ -211,6 +211,11 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return validated(kind, data)
+
+
+def validated(kind: type[_Request], data: Mapping[str, Any]) -> _Request:
+    """Named fields to a validated request; raises as :func:`parse` does."""
     given = _known(kind, data)
     try:
         request = kind.model_validate(given)

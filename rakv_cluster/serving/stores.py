@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rakv_cluster.clock import Clock
-from rakv_cluster.cluster.service import open_node_store
+from rakv_cluster.cluster.admin import StoreAdmin
+from rakv_cluster.cluster.ray_transport import RayTransport
+from rakv_cluster.cluster.service import open_node_store, open_store_admin
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.config import Settings
 from rakv_cluster.store.base import ChunkStore
@@ -44,6 +46,14 @@ def damage_notices(figures: Mapping[str, float], folder: Path) -> tuple[str, ...
         f"the store in {folder} was damaged: what was there is kept aside in its 'quarantine' "
         "folder, the cache starts empty",
     )
+
+
+def open_admin(settings: Settings, clock: Clock) -> StoreAdmin:
+    """An operator's access to the nodes' disks; to no node where the settings have no disk tier."""
+    store = cluster_store_settings(settings)
+    if settings.store == "tiered":
+        return open_store_admin(store, clock)
+    return StoreAdmin(RayTransport(store.service, store.namespace), tuple, clock)
 
 
 def open_store(settings: Settings, clock: Clock) -> ChunkStore:

@@ -6,20 +6,36 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
-from fastapi import FastAPI
 
 import rakv_cluster
+from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
+from rakv_cluster.serving.http_app import create_app
+from rakv_cluster.serving.service import Service
+from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.grpc_server import grpc_server
 from rakv_cluster.testing.http_server import http_server
-from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_service
+from rakv_cluster.testing.simulated_shards import SimulatedShards
 
 ROOT = Path(rakv_cluster.__file__).parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 HTTP_URL = "http://127.0.0.1:8000"
+GRPC_TARGET = "127.0.0.1:8001"
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Where the two surfaces answer."""
+
+    url: str
+    target: str
 
 
 def snippets() -> list[tuple[str, str]]:
@@ -31,21 +47,27 @@ def snippets() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    def build() -> FastAPI:
+def services() -> Iterator[Services]:
+    def service() -> Service:
         backend = ScriptedBackend(lambda prompt: "An answer.")
-        return scripted_app(backend, Settings(), ManualClock())
+        return scripted_service(backend, Settings(), ManualClock())
 
-    with http_server(build) as url:
-        yield url
+    shards = SimulatedShards([], ManualClock(), np.random.default_rng(0))
+    admin = StoreAdmin(shards, tuple, ManualClock())
+    with (
+        http_server(lambda: create_app(service(), ServiceMetrics())) as url,
+        grpc_server(service, admin) as target,
+    ):
+        yield Services(url, target)
 
 
 @pytest.mark.parametrize(("name", "code"), snippets(), ids=lambda value: value.split("\n")[0][:40])
-def test_the_snippet_runs(name: str, code: str, url: str) -> None:
-    assert HTTP_URL in code, "a snippet that asks no service is not worth a test of its own"
+def test_the_snippet_runs(name: str, code: str, services: Services) -> None:
+    asks = code.replace(HTTP_URL, services.url).replace(GRPC_TARGET, services.target)
+    assert asks != code, "a snippet that asks no service would be tested against none"
 
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code.replace(HTTP_URL, url)],
+        [sys.executable, "-W", "error", "-c", asks],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""The gRPC surface's messages, and how errors and calls travel; for server and clients."""

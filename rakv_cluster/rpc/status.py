@@ -1,0 +1,69 @@
+"""Errors of our tree as gRPC statuses with typed details, and back.
+
+The details are google.rpc.Status with ErrorInfo (our code as reason), BadRequest (the field) and
+RetryInfo, as AIP-193 has them: any client library reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from rakv_cluster.errors import RakvError, error_class
+
+DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "rakv"
+
+
+def status_code(error: RakvError) -> StatusCode:
+    """The status that the error's class states."""
+    return StatusCode[error.grpc_code]
+
+
+def details_of(error: RakvError) -> bytes:
+    """The value of :data:`DETAILS_KEY` in the trailing metadata."""
+    parts: list[Message] = [ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
+    if error.field:
+        violation = BadRequest.FieldViolation(field=error.field, description=error.message)
+        parts.append(BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        parts.append(retry)
+    status = Status(code=status_code(error).value[0], message=error.message)
+    for part in parts:
+        status.details.add().Pack(part)
+    return bytes(status.SerializeToString())
+
+
+def error_from(code: StatusCode, message: str, details: bytes) -> RakvError:
+    """The error that a status stands for; statuses that are not ours go by their code."""
+    status = Status()
+    try:
+        status.ParseFromString(details)
+    except DecodeError:
+        status.Clear()
+    reason, field, retry_after_s = "", "", -1.0
+    for part in status.details:
+        if (info := _unpacked(part, ErrorInfo())) and info.domain == DOMAIN:
+            reason = info.reason.lower()
+        if (bad := _unpacked(part, BadRequest())) and bad.field_violations:
+            field = bad.field_violations[0].field
+        if retry := _unpacked(part, RetryInfo()):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    kind = error_class(reason, lambda k: k.grpc_code == code.name)
+    return kind(
+        message or f"the call ended with {code.name}",
+        field=field or None,
+        retry_after_s=retry_after_s if retry_after_s >= 0 else None,
+    )
+
+
+def _unpacked(part: AnyMessage, message: Message) -> Any:
+    """``message`` filled from ``part``, or nothing if that holds another kind."""
+    return message if part.Unpack(message) else None

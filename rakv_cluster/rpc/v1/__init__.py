@@ -1,0 +1,1 @@
+"""Generated from protos/rakv/v1 by scripts/protos."""

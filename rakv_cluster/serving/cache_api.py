@@ -1,0 +1,158 @@
+"""The cache in an operator's hands, as gRPC and HTTP offer it.
+
+KV is named by the text it belongs to; keys are derived here, in the caller's namespace. So nobody
+can name, find, pin or remove what is another tenant's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeVar
+
+from rakv_cluster.cluster.admin import StoreAdmin
+from rakv_cluster.errors import InvalidRequest, StoreError, Unavailable
+from rakv_cluster.serving.auth import Caller
+from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.serving.openai_models import GenerationRequest
+from rakv_cluster.serving.run import Run
+from rakv_cluster.serving.service import Service
+from rakv_cluster.store.base import StoreStats
+from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.types import Chunk
+
+_LONGEST_PIN_S = 30 * 86400.0
+_LONGEST_OWNER = 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """Positions ``[start, end)`` of a prompt, the nodes whose disk has them, and the size there."""
+
+    start: int
+    end: int
+    nodes: tuple[str, ...]
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A prompt's chunks in order; the tokens behind the last belong to none yet."""
+
+    prompt_tokens: int
+    chunks: tuple[ChunkState, ...]
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens from the prompt's start whose chunks are all on some node."""
+        return max((c.end for c in takewhile(lambda c: c.nodes, self.chunks)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """How many of a prompt's chunks are pinned on at least one node."""
+
+    pinned_chunks: int
+    prompt_chunks: int
+
+
+class CacheApi:
+    """Operations on what the nodes' disks hold. Requests are :class:`GenerationRequest` of which
+    only the prompt counts.
+
+    All raise :class:`Unavailable` while the store's nodes cannot be reached.
+    """
+
+    def __init__(self, service: Service, metrics: ServiceMetrics, admin: StoreAdmin) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._admin = admin
+
+    async def warm(self, request: GenerationRequest, caller: Caller) -> Totals:
+        """Compute and store a prompt's KV, as answering it would; the accounts of doing so."""
+        started_s = self._service.clock.monotonic_s()
+        prepared = await self._service.prepare(request, caller)
+        run = Run(
+            self._service, self._metrics, prepared, caller, endpoint="warm", started_s=started_s
+        )
+        async with aclosing(run.updates()) as updates:
+            async for _ in updates:
+                pass
+        return run.totals
+
+    async def lookup(self, request: GenerationRequest, caller: Caller) -> Looked:
+        """Which of a prompt's chunks are on which nodes."""
+        prepared = await self._service.prepare(request, caller)
+        chunks = prepared.choices[0].request.prompt.chunks
+        keys = [chunk.prefix_key for chunk in chunks]
+        found = await _answered(lambda: self._admin.lookup(keys))
+        states: list[ChunkState] = []
+        for chunk in chunks:
+            records = {n: r[chunk.prefix_key] for n, r in found.items() if chunk.prefix_key in r}
+            sizes = [record.stored_bytes for record in records.values()]
+            nodes = tuple(sorted(records))
+            states.append(ChunkState(chunk.start, chunk.end, nodes, max(sizes, default=0)))
+        return Looked(prepared.prompt_tokens, tuple(states))
+
+    async def pin(
+        self, request: GenerationRequest, caller: Caller, owner: str, ttl_s: float
+    ) -> Pinned:
+        """Keep a prompt's chunks from eviction for ``ttl_s``; needs the admin scope."""
+        caller.require_admin()
+        name = _owner(caller, owner)
+        if not 0 < ttl_s <= _LONGEST_PIN_S:
+            raise InvalidRequest(
+                f"ttl_s must be above 0 and at most {_LONGEST_PIN_S:.0f}", field="ttl_s"
+            )
+        chunks = await self._chunks(request, caller)
+        keys = [chunk.prefix_key for chunk in chunks]
+        pinned = await _answered(lambda: self._admin.pin(keys, name, ttl_s))
+        return Pinned(len({key for held in pinned.values() for key in held}), len(chunks))
+
+    async def unpin(self, request: GenerationRequest, caller: Caller, owner: str) -> int:
+        """End an owner's pins of a prompt; how many there were. Needs the admin scope."""
+        caller.require_admin()
+        name = _owner(caller, owner)
+        keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
+        return sum((await _answered(lambda: self._admin.unpin(keys, name))).values())
+
+    async def evict(self, request: GenerationRequest, caller: Caller) -> int:
+        """Remove a prompt's chunks from all nodes; how many records went. Needs the admin scope."""
+        caller.require_admin()
+        keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
+        removed = await _answered(lambda: self._admin.evict(keys))
+        return sum(len(held) for held in removed.values())
+
+    async def shards(self, caller: Caller) -> Mapping[str, StoreStats]:
+        """Sizes and counters of every node's shard; needs the admin scope."""
+        caller.require_admin()
+        return await _answered(self._admin.stats)
+
+    async def replica(self, caller: Caller) -> Mapping[str, float]:
+        """Figures of one replica; needs the admin scope."""
+        caller.require_admin()
+        return await self._service.backend.stats()
+
+    async def _chunks(self, request: GenerationRequest, caller: Caller) -> tuple[Chunk, ...]:
+        prepared = await self._service.prepare(request, caller)
+        return prepared.choices[0].request.prompt.chunks
+
+
+def _owner(caller: Caller, owner: str) -> str:
+    """The name of a pin's owner, apart from those of other tenants."""
+    if not 1 <= len(owner) <= _LONGEST_OWNER:
+        raise InvalidRequest(f"owner must have 1 to {_LONGEST_OWNER} characters", field="owner")
+    return f"{caller.tenant}/{owner}"
+
+
+async def _answered(call: Callable[[], T]) -> T:
+    """What the shards answer; their calls block, so they run in a thread."""
+    try:
+        return await asyncio.to_thread(call)
+    except StoreError as error:
+        raise Unavailable("the store's nodes cannot be reached", retry_after_s=5.0) from error

@@ -1,0 +1,106 @@
+"""gRPC's messages to validated requests, and results to messages.
+
+Requests become those of the HTTP surface, so that both have one meaning and one set of checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.rpc.v1 import cache_pb2 as cache
+from rakv_cluster.rpc.v1 import generation_pb2 as generation
+from rakv_cluster.serving.cache_api import Looked
+from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.serving.openai_models import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    validated,
+)
+from rakv_cluster.store.base import StoreStats
+
+_OPTIONAL = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
+)  # fmt: skip
+_REUSE = {generation.REUSE_EXACT: "exact", generation.REUSE_OFF: "off"}
+_FINISH = {
+    "": generation.FINISH_REASON_UNSPECIFIED,
+    "stop": generation.FINISH_REASON_STOP,
+    "length": generation.FINISH_REASON_LENGTH,
+}
+
+
+def generation_request(message: generation.GenerateRequest) -> GenerationRequest:
+    """A validated request; raises :class:`InvalidRequest` as the HTTP surface does."""
+    fields: dict[str, Any] = {
+        name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)
+    }
+    fields |= {
+        "model": message.model,
+        "stop": list(message.stop),
+        "stop_token_ids": list(message.stop_token_ids),
+        "logit_bias": {str(token_id): bias for token_id, bias in message.logit_bias.items()},
+        "ignore_eos": message.ignore_eos,
+    }
+    if message.reuse != generation.REUSE_UNSPECIFIED:
+        if message.reuse not in _REUSE:
+            raise InvalidRequest(f"unknown value {message.reuse}", field="reuse")
+        fields["reuse"] = _REUSE[message.reuse]
+    return _with_input(message.input, fields)
+
+
+def prompt_request(message: generation.Input) -> GenerationRequest:
+    """A request that asks for one greedy token: for operations on a prompt's KV."""
+    return _with_input(message, {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+
+
+def _with_input(message: generation.Input, fields: dict[str, Any]) -> GenerationRequest:
+    fields["documents"] = [{"id": d.id, "text": d.text} for d in message.documents]
+    if message.HasField("chat"):
+        messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        return validated(ChatRequest, fields | {"messages": messages})
+    if message.HasField("prompt"):
+        return validated(CompletionRequest, fields | {"prompt": message.prompt})
+    raise InvalidRequest("set input.chat or input.prompt", field="input")
+
+
+def choice(index: int, text: str, finish_reason: str) -> generation.Choice:
+    """A choice, whole or its next piece; ``finish_reason`` is empty before the end."""
+    return generation.Choice(index=index, text=text, finish_reason=_FINISH[finish_reason])
+
+
+def usage(totals: Totals, total_ms: float) -> generation.Usage:
+    """A request's accounts."""
+    return generation.Usage(
+        prompt_tokens=totals.prompt_tokens,
+        output_tokens=sum(totals.output_tokens.values()),
+        cached_tokens=totals.stats.cached_tokens,
+        prompt_sources=totals.sources(),
+        timings_ms=totals.rakv(total_ms)["timings_ms"],
+    )
+
+
+def looked(found: Looked) -> cache.LookupResponse:
+    """What a look-up found."""
+    return cache.LookupResponse(
+        prompt_tokens=found.prompt_tokens,
+        stored_tokens=found.stored_tokens,
+        chunks=[
+            cache.ChunkState(
+                start=state.start, end=state.end, nodes=state.nodes, stored_bytes=state.stored_bytes
+            )
+            for state in found.chunks
+        ],
+    )
+
+
+def shard_stats(stats: StoreStats) -> cache.ShardStats:
+    """One shard's sizes and counters."""
+    return cache.ShardStats(
+        records=stats.records,
+        stored_bytes=stats.stored_bytes,
+        budget_bytes=stats.budget_bytes,
+        counters=dict(stats.counters),
+    )

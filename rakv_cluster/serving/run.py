@@ -1,0 +1,67 @@
+"""One prepared request on its way through the service, whatever surface it came by."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rakv_cluster.errors import RakvError
+from rakv_cluster.serving.auth import Caller
+from rakv_cluster.serving.generation import Update
+from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.serving.service import Prepared, Service
+from rakv_cluster.telemetry import ServiceMetrics
+
+
+class Run:
+    """Updates of a request, counted in the metrics and booked on the caller's account.
+
+    ``endpoint`` labels it in the metrics; ``started_s`` is when it arrived, on the service's clock.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: ServiceMetrics,
+        prepared: Prepared,
+        caller: Caller,
+        *,
+        endpoint: str,
+        started_s: float,
+    ) -> None:
+        self.prepared = prepared
+        self.totals = Totals(prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms)
+        self._service = service
+        self._metrics = metrics
+        self._caller = caller
+        self._endpoint = endpoint
+        self._started_s = started_s
+
+    def elapsed_ms(self) -> float:
+        """Since the request arrived."""
+        return (self._service.clock.monotonic_s() - self._started_s) * 1e3
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """See :meth:`Service.run`; to be used once."""
+        status = "cancelled"
+        totals = self.totals
+        self._metrics.in_flight.inc()
+        try:
+            async with aclosing(self._service.run(self.prepared)) as updates:
+                async for update in updates:
+                    if not totals.output_tokens:
+                        self._metrics.ttft_s.observe(self.elapsed_ms() / 1e3)
+                    totals.add(update, self.elapsed_ms())
+                    yield update
+            status = "ok"
+        except RakvError as error:
+            status = error.code
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(self._endpoint, status).inc()
+            output_tokens = sum(totals.output_tokens.values())
+            self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
+            self._metrics.output_tokens.inc(output_tokens)
+            for source, count in totals.sources().items():
+                self._metrics.prompt_tokens.labels(source).inc(count)
