@@ -1,6 +1,6 @@
 """What a step costs: fused decoder (uniform and fast numerics), generic path, stock transformers.
 
-    python -m benchmarks.runner [--short] [--json F] [--check] [--model M] [--threads N | --cpu-time]
+    python -m benchmarks.runner [--short] [--json F] [--model M] [--threads N] [--cpu-time]
 
 No engine, no store: the forward alone, arms interleaved in one process, median and minimum of
 the rounds. ``decode``: one token behind a context, beside ``transformers`` ``generate``; the

@@ -1,15 +1,15 @@
-"""Attention of packed rows over their sequences' own buffers, for the fused decoder.
+"""Attention of one group of rows over its sequence's own buffer, for the fused decoder.
 
-A step's rows are cut into :class:`RowGroup` s once; every layer then runs the same groups. On the
-CPU no dense ``rows x keys`` mask is built for long runs of contiguous rows: the keys that all rows
-of a group see need none, the triangle on top is the kernel's own causal mode, and both results are
-merged by their log-sum-exp. The query heads that share a KV head are folded into rows, which makes
-fewer and larger products.
+A group is prepared once per step (views of every layer's slots, mask, scratch) and then runs in
+every layer, so that a layer costs a handful of kernel calls and hardly a Python object. Which
+rows form a group, and of which kind, is decided in :mod:`rakv_cluster.model.row_groups`.
+
+The query heads that share a KV head are folded into rows (``[rows, heads, head_dim]`` becomes
+``[kv_heads, rows * group, head_dim]``): fewer and larger products, and K and V are read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,193 +17,185 @@ import torch
 from torch.nn import functional
 
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.step import Span
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Rows ``[row_start, row_stop)`` of a step, all of one sequence, that attend together.
+class HeadShape:
+    """Query heads, KV heads they share in consecutive groups, and the scale of their products."""
 
-    Their K/V go to ``slots``. Every row sees slots ``[0, shared_keys)``. Of the slots
-    ``[shared_keys, key_stop)`` row ``i`` sees the first ``i + 1`` where ``mask`` is None, else
-    those where its mask is 0 and not -inf.
-    """
-
-    buffer: KvBuffer
-    row_start: int
-    row_stop: int
-    slots: slice | torch.Tensor
-    shared_keys: int
-    key_stop: int
-    mask: torch.Tensor | None = None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.row_stop - self.row_start
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
 
 
-class Attention(Protocol):
-    """A device's way to attend."""
+class RowGroup(Protocol):
+    """Rows ``[row_start, row_stop)`` of a step, all of one sequence, that attend together."""
 
-    def groups(
-        self, spans: Sequence[Span], positions: torch.Tensor, block_rows: int
-    ) -> list[RowGroup]:
-        """Cut spans into groups; none crosses a multiple of ``block_rows``.
-
-        ``positions`` are the step's, int64 ``[T]`` on the CPU.
-        """
+    @property
+    def row_start(self) -> int:
+        """First row in the step."""
         ...
 
-    def attend(self, queries: torch.Tensor, group: RowGroup, layer: int, out: torch.Tensor) -> None:
+    @property
+    def row_stop(self) -> int:
+        """One past the last row."""
+        ...
+
+    @property
+    def kv(self) -> KvViews:
+        """Where the rows' K/V go and what they attend to."""
+        ...
+
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention of ``queries`` ``[rows, heads, head_dim]`` into ``out`` (equal
-        shape, contiguous). The group's K/V must be in its buffer already."""
+        shape, contiguous). The rows' own K/V must have been stored."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of one span that a block holds; ``positions`` int64 on the CPU."""
+class KvViews:
+    """Views of a buffer in every layer, made once per step."""
 
-    buffer: KvBuffer
-    row_start: int
-    row_stop: int
-    positions: torch.Tensor
-    contiguous: bool
+    def __init__(self, buffer: KvBuffer, slots: slice | torch.Tensor, key_stop: int) -> None:
+        """``slots`` are the rows' own; keys and values are the slots ``[0, key_stop)``."""
+        by_layer = buffer.data.flatten(0, 1)[:, :, :key_stop].unbind(0)
+        self.keys = by_layer[0::2]
+        self.values = by_layer[1::2]
+        self._slots = slots
+        if isinstance(slots, slice):
+            self._stores = buffer.data[:, :, :, slots].unbind(0)
+        else:
+            self._stores = buffer.data.unbind(0)
 
-    @property
-    def first(self) -> int:
-        """Position of the first row."""
-        return int(self.positions[0])
-
-    @property
-    def key_stop(self) -> int:
-        """One past the last row's position."""
-        return int(self.positions[-1]) + 1
-
-    def group(
-        self, *, shared_keys: int, key_stop: int, mask: torch.Tensor | None = None
-    ) -> RowGroup:
-        """The run as a group."""
-        slots: slice | torch.Tensor = slice(self.first, self.key_stop)
-        if not self.contiguous:
-            slots = self.positions.to(self.buffer.data.device)
-        return RowGroup(
-            self.buffer, self.row_start, self.row_stop, slots, shared_keys, key_stop, mask
-        )
+    def store(self, layer: int, rows: torch.Tensor) -> None:
+        """Write K and V ``[2, kv_heads, rows, head_dim]`` into the rows' slots."""
+        if isinstance(self._slots, slice):
+            self._stores[layer].copy_(rows)
+        else:
+            self._stores[layer].index_copy_(2, self._slots, rows)
 
 
-def cut_runs(
-    spans: Sequence[Span], positions: torch.Tensor, block_rows: int, scattered_rows: int
-) -> list[Run]:
-    """Runs that cross no multiple of ``block_rows``, scattered ones none of ``scattered_rows``."""
-    runs: list[Run] = []
-    for span in spans:
-        rows = span.row_stop - span.row_start
-        contiguous = span.last_position - span.first_position == rows - 1
-        limit = block_rows if contiguous else min(block_rows, scattered_rows)
-        start = span.row_start
-        while start < span.row_stop:
-            # a scattered limit restarts at each block, so that no run lies in two of them
-            block_end = (start // block_rows + 1) * block_rows
-            stop = min(start + limit, block_end, span.row_stop)
-            runs.append(Run(span.buffer, start, stop, positions[start:stop], contiguous))
-            start = stop
-    return runs
+class OneRow:
+    """A single row sees every key: two products and a softmax, no mask."""
+
+    def __init__(self, shape: HeadShape, row: int, kv: KvViews) -> None:
+        self.row_start, self.row_stop, self.kv = row, row + 1, kv
+        self._folded = (shape.kv_heads, shape.group, shape.head_dim)
+        self._scale = shape.scale
+        self._zero = kv.keys[0].new_zeros(1, 1, 1)
+
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """See :class:`RowGroup`."""
+        q, k = queries.view(self._folded), self.kv.keys[layer].transpose(1, 2)
+        scores = torch.baddbmm(self._zero, q, k, beta=0, alpha=self._scale)
+        weights = torch.softmax(scores, -1)
+        torch.bmm(weights, self.kv.values[layer], out=out.view(self._folded))
 
 
-def hidden_mask(positions: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
-    """Additive ``[rows, stop - start]``: -inf where a slot lies behind a row's position."""
-    hidden = torch.arange(start, stop) > positions[:, None]
-    mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-    return mask.to(like.device)
+class Masked:
+    """Rows with one additive mask over all keys."""
+
+    def __init__(
+        self, shape: HeadShape, rows: slice, kv: KvViews, mask: torch.Tensor, padded: int
+    ) -> None:
+        """``mask`` is ``[padded, keys]`` for folded rows; those from ``rows * group`` on are
+        computed and thrown away."""
+        self.row_start, self.row_stop, self.kv = rows.start, rows.stop, kv
+        self._mask, self._scale = mask, shape.scale
+        count = rows.stop - rows.start
+        self._split = (shape.kv_heads, count, shape.group, shape.head_dim)
+        self._folded_rows = count * shape.group
+        self._queries = mask.new_zeros(1, shape.kv_heads, padded, shape.head_dim)
+        self._target = self._queries[0, :, : self._folded_rows].view(self._split).transpose(0, 1)
+
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """See :class:`RowGroup`."""
+        self._target.copy_(queries.view(self._target.shape))
+        k, v = self.kv.keys[layer][None], self.kv.values[layer][None]
+        attended, _ = flash(self._queries, k, v, attn_mask=self._mask, scale=self._scale)
+        attended = attended[0, :, : self._folded_rows].view(self._split).transpose(0, 1)
+        out.view(self._target.shape).copy_(attended)
 
 
-class CpuAttention:
-    """PyTorch's CPU flash kernel, called so that it reports the log-sum-exp.
+class Split:
+    """Many rows behind ``shared`` slots that all of them see.
 
-    Measured (SmolLM2, 2 threads; docs/experiments.md): folding wins 3-25%, the split wins from
-    about 64 rows on (up to 15% behind a long prefix), one masked call below.
+    The shared slots need no mask, the rest is the kernel's own causal triangle (or has a small
+    mask, for scattered rows), and both results are merged by their log-sum-exp: no dense
+    ``rows x keys`` mask exists.
     """
 
-    masked_rows = 32
-    """Groups of up to so many rows take one call with a mask over all their keys."""
+    def __init__(
+        self, shape: HeadShape, rows: slice, kv: KvViews, shared: int, mask: torch.Tensor | None
+    ) -> None:
+        """``mask`` is ``[rows * group, keys - shared]`` for folded rows; None: a triangle."""
+        self.row_start, self.row_stop, self.kv = rows.start, rows.stop, kv
+        self._shape, self._shared, self._mask = shape, shared, mask
 
-    scattered_rows = 128
-    """Scattered rows are cut into groups this large: keys end at the group's last position."""
-
-    def __init__(self, heads: int, kv_heads: int, scale: float) -> None:
-        self._kv_heads = kv_heads
-        self._group_heads = heads // kv_heads
-        self._scale = scale
-
-    def groups(
-        self, spans: Sequence[Span], positions: torch.Tensor, block_rows: int
-    ) -> list[RowGroup]:
-        """See :class:`Attention`."""
-        runs = cut_runs(spans, positions, block_rows, self.scattered_rows)
-        return [self._group(run) for run in runs]
-
-    def _group(self, run: Run) -> RowGroup:
-        rows = run.row_stop - run.row_start
-        if rows == 1:
-            return run.group(shared_keys=run.key_stop, key_stop=run.key_stop)
-        if run.contiguous and rows > self.masked_rows:
-            return run.group(shared_keys=run.first, key_stop=run.key_stop)
-        # The first row's own slot stays in the masked part: softmax over no key is not a number.
-        shared = 0 if rows <= self.masked_rows else run.first
-        mask = hidden_mask(run.positions, shared, run.key_stop, run.buffer.data)
-        mask = mask.repeat_interleave(self._group_heads, 0)
-        return run.group(shared_keys=shared, key_stop=run.key_stop, mask=mask)
-
-    def attend(self, queries: torch.Tensor, group: RowGroup, layer: int, out: torch.Tensor) -> None:
-        """See :class:`Attention`."""
-        kv = group.buffer.data[layer]
-        if group.rows == 1 and kv.dtype == torch.float32:
-            self._one_row(queries, kv, group.key_stop, out)
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """See :class:`RowGroup`."""
+        k, v = self.kv.keys[layer], self.kv.values[layer]
+        shared = self._shared
+        rest, rest_lse = self._rest(queries, k[:, shared:], v[:, shared:])
+        result = out.view(rest.shape)
+        if shared == 0:
+            result.copy_(rest)
             return
-        rows, _, dim = queries.shape
-        q = queries.view(rows, self._kv_heads, self._group_heads, dim)
-        result = out.view(q.shape)
-        if group.shared_keys in {0, group.key_stop}:
-            causal = group.rows > 1
-            attended, _ = self._part(q, kv[:, :, : group.key_stop], group.mask, causal=causal)
-            result.copy_(attended)
-            return
-        shared, shared_lse = self._part(q, kv[:, :, : group.shared_keys], None, causal=False)
-        above = kv[:, :, group.shared_keys : group.key_stop]
-        rest, rest_lse = self._part(q, above, group.mask, causal=True)
+        seen, seen_lse = self._folded(queries, k[:, :shared], v[:, :shared], None)
         # softmax over both parts: their outputs, weighted by their shares of the exponential sum
-        share = torch.sigmoid(rest_lse - shared_lse).unsqueeze(-1).to(out.dtype)
-        torch.lerp(shared, rest, share, out=result)
+        share = torch.sigmoid(rest_lse - seen_lse).unsqueeze(-1).to(out.dtype)
+        torch.lerp(seen, rest, share, out=result)
 
-    def _one_row(self, q: torch.Tensor, kv: torch.Tensor, keys: int, out: torch.Tensor) -> None:
-        """A single row needs no mask; two products and a softmax beat the flash kernel."""
-        folded = (self._kv_heads, -1, q.shape[-1])
-        k, v = kv[:, :, :keys]
-        scores = torch.bmm(q.view(folded), k.transpose(1, 2)).mul_(self._scale)
-        torch.bmm(torch.softmax(scores, -1), v, out=out.view(folded))
-
-    def _part(
-        self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    def _rest(
+        self, queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over ``kv`` ``[2, kv_heads, keys, head_dim]`` and its log-sum-exp.
+        if self._mask is not None:
+            return self._folded(queries, k, v, self._mask)
+        # A causal triangle needs one row per position: heads stay apart.
+        apart = queries.transpose(0, 1)[None]
+        attended, lse = flash(apart, k[None], v[None], is_causal=True, scale=self._shape.scale)
+        split = (len(queries), self._shape.kv_heads, self._shape.group)
+        return attended[0].transpose(0, 1).view(*split, -1), lse[0].t().reshape(split)
 
-        ``q`` is ``[rows, kv_heads, group, head_dim]``, and so is the result, as views. A causal
-        triangle needs one row per position, so only the other cases fold heads into rows, and
-        their masks have a row per folded row.
-        """
-        rows, kv_heads, group, dim = q.shape
-        k, v = kv.unsqueeze(1)
-        if causal and mask is None:
-            unfolded = q.flatten(1, 2).transpose(0, 1)[None]
-            attended, lse = flash(unfolded, k, v, is_causal=True, scale=self._scale)
-            attended = attended[0].transpose(0, 1).view(rows, kv_heads, group, dim)
-            return attended, lse[0].t().reshape(rows, kv_heads, group)
-        folded = q.permute(1, 0, 2, 3).reshape(1, kv_heads, rows * group, dim)
-        attended, lse = flash(folded, k, v, attn_mask=mask, scale=self._scale)
-        attended = attended.view(kv_heads, rows, group, dim).transpose(0, 1)
-        return attended, lse.view(kv_heads, rows, group).transpose(0, 1)
+    def _folded(
+        self, queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention ``[rows, kv_heads, group, head_dim]`` and log-sum-exp without the last dim."""
+        shape = self._shape
+        split = (shape.kv_heads, len(queries), shape.group)
+        q = queries.view(len(queries), shape.kv_heads, shape.group, -1).transpose(0, 1)
+        q = q.reshape(1, shape.kv_heads, -1, shape.head_dim)
+        attended, lse = flash(q, k[None], v[None], attn_mask=mask, scale=shape.scale)
+        return attended.view(*split, -1).transpose(0, 1), lse.view(split).transpose(0, 1)
+
+
+class Sdpa:
+    """``F.scaled_dot_product_attention``, for any device: no mask, a triangle, or a dense mask."""
+
+    def __init__(
+        self, shape: HeadShape, rows: slice, kv: KvViews, mask: torch.Tensor | None
+    ) -> None:
+        """``mask`` is additive ``[rows, keys]``; None: the rows are the last keys' own."""
+        self.row_start, self.row_stop, self.kv = rows.start, rows.stop, kv
+        self._shape, self._mask = shape, mask
+
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """See :class:`RowGroup`."""
+        attended = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            self.kv.keys[layer][None],
+            self.kv.values[layer][None],
+            attn_mask=self._mask,
+            is_causal=self._mask is None and self.row_stop - self.row_start > 1,
+            scale=self._shape.scale,
+            enable_gqa=self._shape.group > 1,
+        )
+        out.copy_(attended[0].transpose(0, 1))
 
 
 def flash(
@@ -215,46 +207,8 @@ def flash(
     attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind ``F.scaled_dot_product_attention``, which drops the log-sum-exp."""
+    """The CPU kernel behind ``F.scaled_dot_product_attention``, which drops the log-sum-exp."""
     attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return attended, lse
-
-
-class SdpaAttention:
-    """``F.scaled_dot_product_attention`` per group, on any device."""
-
-    def __init__(self, heads: int, kv_heads: int, scale: float) -> None:
-        self._kv_heads = kv_heads
-        self._group_heads = heads // kv_heads
-        self._scale = scale
-
-    def groups(
-        self, spans: Sequence[Span], positions: torch.Tensor, block_rows: int
-    ) -> list[RowGroup]:
-        """See :class:`Attention`."""
-        groups = []
-        for run in cut_runs(spans, positions, block_rows, block_rows):
-            single = run.row_stop - run.row_start == 1
-            triangle = run.contiguous and run.first == 0
-            mask = None
-            if not single and not triangle:
-                mask = hidden_mask(run.positions, 0, run.key_stop, run.buffer.data)
-            shared = run.key_stop if single else 0
-            groups.append(run.group(shared_keys=shared, key_stop=run.key_stop, mask=mask))
-        return groups
-
-    def attend(self, queries: torch.Tensor, group: RowGroup, layer: int, out: torch.Tensor) -> None:
-        """See :class:`Attention`."""
-        k, v = group.buffer.data[layer, :, :, : group.key_stop].unsqueeze(1)
-        attended = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            k,
-            v,
-            attn_mask=group.mask,
-            is_causal=group.mask is None and group.rows > 1,
-            scale=self._scale,
-            enable_gqa=self._group_heads > 1,
-        )
-        out.copy_(attended[0].transpose(0, 1))

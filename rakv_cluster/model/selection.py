@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rakv_cluster.errors import UnsupportedModel
-from rakv_cluster.model.fused import FusedLlamaRunner, LlamaWeights, llama_weights
+from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.linear import (
     PLAIN_ROWS,
     UNIFORM_ROWS,
@@ -22,6 +22,7 @@ from rakv_cluster.model.linear import (
     unpack_all,
     usable_kernels,
 )
+from rakv_cluster.model.llama import LlamaWeights, llama_weights
 from rakv_cluster.model.numerics import Numerics, observe_numerics
 from rakv_cluster.model.self_check import build_runner, check_step, largest_error
 from rakv_cluster.model.step import Runner

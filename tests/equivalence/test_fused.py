@@ -24,10 +24,11 @@ from transformers import (
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model import fused
-from rakv_cluster.model.fused import FusedLlamaRunner, LlamaWeights, llama_weights
+from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.linear import PLAIN_ROWS, UNIFORM_ROWS, Kernel, RowChoice, RowPlan
+from rakv_cluster.model.llama import LlamaWeights, llama_weights
 from rakv_cluster.model.numerics import observe_numerics
-from rakv_cluster.model.row_attention import SdpaAttention
+from rakv_cluster.model.row_groups import sdpa_groups
 from rakv_cluster.model.step import Span, Step
 
 VOCAB = 211
@@ -208,7 +209,7 @@ def test_blocks_do_not_change_the_result(
 def test_the_portable_attention_equals_the_stock_forward(
     grouped: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "CpuAttention", SdpaAttention)
+    monkeypatch.setattr(fused, "fast_groups", sdpa_groups)
     runner = FusedLlamaRunner(grouped.weights)
     first, second = grouped.buffer(), grouped.buffer()
     assert_equal(grouped, runner, [(0, first, every(0, 100)), (1, second, every(0, 1))])

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from rakv_cluster.errors import UnsupportedModel
-from rakv_cluster.model import uniform_attention
+from rakv_cluster.model import row_groups
 from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.linear import Kernel, Linear
 from rakv_cluster.model.numerics import Numerics, observe_numerics
-from rakv_cluster.model.row_attention import CpuAttention
+from rakv_cluster.model.row_attention import Masked
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.selection import ChosenRunner, KernelOptions, choose_runner
-from rakv_cluster.model.uniform_attention import UniformCpuAttention
 from rakv_cluster.testing.tiny_models import tiny_gemma3, tiny_llama
 
 
@@ -79,11 +78,10 @@ def test_other_architectures_run_generic_unless_fused_is_demanded() -> None:
 def test_a_wrong_attention_falls_back_to_the_generic_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def zeros(self, queries, group, layer, out) -> None:  # type: ignore[no-untyped-def]  # stub
+    def zeros(self: Masked, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
 
-    monkeypatch.setattr(CpuAttention, "attend", zeros)
-    monkeypatch.setattr(UniformCpuAttention, "attend", zeros)
+    monkeypatch.setattr(Masked, "attend", zeros)
     assert isinstance(choose().runner, TransformersRunner)
     with pytest.raises(UnsupportedModel, match="uniform"):
         choose(fused="on")
@@ -111,7 +109,7 @@ def test_a_missing_operator_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_uniform_is_only_claimed_where_the_bits_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uniform_attention, "_ROW_MULTIPLE", 1)  # two folded rows round differently
+    monkeypatch.setattr(row_groups, "ROW_MULTIPLE", 1)  # two folded rows round differently
     chosen = choose()
     assert chosen.kernels != "fused[uniform]"
     assert not chosen.numerics.bitwise
