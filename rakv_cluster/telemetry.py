@@ -43,6 +43,13 @@ class ServiceMetrics:
             "Requests continued on another replica after theirs died.",
             registry=self.registry,
         )
+        self.routed = Counter(
+            "rakv_routed_requests",
+            "Requests by why their replica was chosen; score_failed and score_late are requests "
+            "routed without the score.",
+            ("reason",),
+            registry=self.registry,
+        )
         self.replica = Gauge(
             "rakv_replica",
             "Figures of the replica that answered the scrape, by name.",

@@ -37,7 +37,7 @@ from rakv_cluster.engine.stats import Counters, EngineStats
 from rakv_cluster.engine.stepper import Stepper
 from rakv_cluster.kv.buffer import BufferPool
 from rakv_cluster.model.step import Runner
-from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.reuse.costs import Costs, CostView
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.speculation.speculator import Speculator
@@ -133,6 +133,17 @@ class EngineCore:
         """Prompt tokens of requests that are not admitted yet; any thread may ask."""
         return sum(sequence.prompt_tokens for sequence in tuple(self._waiting))
 
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Prompt tokens of all open requests whose KV is not there yet; any thread may ask."""
+        sequences = tuple(self._open.values())
+        return sum(max(each.prompt_tokens - each.length, 0) for each in sequences)
+
+    @property
+    def costs(self) -> CostView:
+        """What work costs, as of now; any thread may ask."""
+        return self._costs.view(self._clock.monotonic_s())
+
     def prepare(self, request: EngineRequest, sink: Sink) -> Sequence:
         """Check a request and build its state; any thread may call it.
 
@@ -207,7 +218,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Sizes and totals. Reads only counters and lengths, so any thread may call it."""
-        costs = self._costs.view(self._clock.monotonic_s())
+        costs = self.costs
         return EngineStats(
             running=len(self._active),
             waiting=len(self._waiting),

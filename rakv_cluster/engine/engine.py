@@ -14,6 +14,7 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.workers import ThreadWorkers
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
@@ -124,6 +125,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """Sizes now and totals since start."""
         return self._core.stats()
+
+    def costs(self) -> CostView:
+        """What work costs here, as of now."""
+        return self._core.costs
+
+    def uncomputed_tokens(self) -> int:
+        """Prompt tokens of all open requests whose KV is not there yet."""
+        return self._core.uncomputed_tokens
 
     def healthy(self) -> bool:
         """Whether the thread runs and forwards succeed."""

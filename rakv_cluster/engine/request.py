@@ -22,7 +22,8 @@ class EngineRequest:
     stop *strings* are the ingress's business, which cancels. ``forced_ids`` were already sent to
     the client by a replica that died: they are prefilled as output, not emitted again.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
-    ``speculation`` changes how fast tokens come, never which.
+    ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
+    and what sort of work it is.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class EngineRequest:
     forced_ids: tuple[int, ...] = ()
     timeout_s: float = 600.0
     tenant: str = ""
+    endpoint: str = ""
     speculation: SpeculationMode = "auto"
 
 

@@ -1,7 +1,7 @@
 """Which keys a replica holds in RAM, small enough to send once a second: a Bloom filter.
 
-A filter of 8,192 bits and 4 hashes over at most 512 keys claims an absent key with probability
-``(1 - exp(-4 * 512 / 8192)) ** 4 = 0.24%`` (Bloom, 1970). A false claim costs the router a wrong
+A filter of 32,768 bits and 4 hashes over at most 2,048 keys claims an absent key with probability
+``(1 - exp(-4 * 2048 / 32768)) ** 4 = 0.24%`` (Bloom, 1970). A false claim costs the router a wrong
 estimate, never a wrong answer. Keys are sha256 digests, so their bytes serve as hashes; the first
 eight place keys in the directory, the next eight are used here.
 """
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-BITS = 8192
+BITS = 32768
 HASHES = 4
-CAPACITY = 512
+CAPACITY = 2048
 BYTES = BITS // 8
 
 

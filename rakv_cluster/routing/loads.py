@@ -1,8 +1,8 @@
 """How busy each replica is: what it reported, and what was sent to it since.
 
-A report is up to ``report_lag_s`` old when it arrives, so requests sent within that time are added
-to it. Backlog is work, and work gets done: between reports it shrinks by one ms per ms. What is
-booked at choice time therefore needs no answer to fade.
+A report is some time old when it arrives, so requests sent since it was made are added to it.
+Backlog is work, and work gets done: it shrinks by one ms per ms. What is booked at choice time
+therefore needs no answer to fade.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from rakv_cluster.routing.score import Floats
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """``booking_ttl_s``: a request sent counts as open for so long unless a report or its end
-    comes first. After ``stale_s`` without a report a replica counts as at least as busy as the
-    median of the others: silence is not idleness."""
+    """A report counts as at most ``max_report_age_s`` old, whatever the clocks of its sender say.
 
-    report_lag_s: float = 1.2
+    ``booking_ttl_s``: a request sent counts as open for so long unless a report or its end
+    comes first. After ``stale_s`` without a report a replica counts as at least as busy as the
+    median of the others: silence is not idleness.
+    """
+
+    max_report_age_s: float = 1.2
     booking_ttl_s: float = 5.0
     stale_s: float = 8.0
 
@@ -69,22 +72,27 @@ class Loads:
                 other._add(request_id, _Booking(place, booking.work_ms, booking.at_s))
         return other
 
-    def report(self, replica: int, backlog_ms: float, open_requests: float, now_s: float) -> None:
-        """A replica said how busy it is; NaN keeps what was estimated."""
-        in_report = [
-            request_id
-            for request_id in self._of[replica]
-            if self._bookings[request_id].at_s < now_s - self._settings.report_lag_s
-        ]
-        for request_id in in_report:
-            self._remove(request_id)
+    def report(
+        self, replica: int, backlog_ms: float, open_requests: float, age_s: float, now_s: float
+    ) -> None:
+        """A replica said how busy it was ``age_s`` ago; NaN is unknown.
+
+        Without a number, what was estimated stays; without an age, the report counts as old.
+        """
+        longest_s = self._settings.max_report_age_s
+        made_s = now_s - (longest_s if math.isnan(age_s) else min(max(age_s, 0.0), longest_s))
+        for request_id in list(self._of[replica]):
+            if self._bookings[request_id].at_s < made_s:
+                self._remove(request_id)
         self._reported_at_s[replica] = now_s
         if not math.isnan(open_requests):
             self._reported_open[replica] = open_requests
         if not math.isnan(backlog_ms):
-            newer = sum(self._bookings[request_id].work_ms for request_id in self._of[replica])
-            self._backlog_ms[replica] = backlog_ms + newer
-            self._backlog_at_s[replica] = now_s
+            self._backlog_ms[replica] = backlog_ms
+            self._backlog_at_s[replica] = made_s
+            for request_id in self._of[replica]:
+                booking = self._bookings[request_id]
+                self._queue_work(replica, booking.work_ms, booking.at_s)
 
     def book(self, request_id: str, replica: int, work_ms: float, now_s: float) -> None:
         """A request goes to a replica; one that was booked elsewhere moves."""
@@ -93,9 +101,7 @@ class Loads:
             left_ms = self._backlog_ms[before.replica] - before.work_ms
             self._backlog_ms[before.replica] = max(left_ms, 0.0)
         self._add(request_id, _Booking(replica, work_ms, now_s))
-        waited_ms = (now_s - self._backlog_at_s[replica]) * 1e3
-        self._backlog_ms[replica] = max(self._backlog_ms[replica] - waited_ms, 0.0) + work_ms
-        self._backlog_at_s[replica] = now_s
+        self._queue_work(replica, work_ms, now_s)
 
     def complete(self, request_id: str, replica: int) -> None:
         """A request ended on ``replica``, well or not."""
@@ -121,6 +127,11 @@ class Loads:
                 break
             self._remove(request_id)
         return self._reported_open + self._booked_open
+
+    def _queue_work(self, replica: int, work_ms: float, at_s: float) -> None:
+        waited_ms = (at_s - self._backlog_at_s[replica]) * 1e3
+        self._backlog_ms[replica] = max(self._backlog_ms[replica] - waited_ms, 0.0) + work_ms
+        self._backlog_at_s[replica] = at_s
 
     def _add(self, request_id: str, booking: _Booking) -> None:
         self._bookings[request_id] = booking

@@ -10,6 +10,7 @@ import numpy as np
 from rakv_cluster.clock import Clock
 from rakv_cluster.routing.locations import Holders
 from rakv_cluster.routing.replica_view import ReplicaView, ViewSettings
+from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.routing.score import (
     ChoiceSettings,
     Ints,
@@ -88,6 +89,11 @@ class RoutePolicy:
     def now_s(self) -> float:
         """The policy's time."""
         return self._clock.monotonic_s()
+
+    def hear(self, replica: str, report: ReplicaReport) -> None:
+        """A replica's report arrived."""
+        age_s = self._clock.wall_s() - report.at_s
+        self.view.report(replica, report, age_s, self.now_s)
 
     def decide(self, request: RouteRequest, candidates: Collection[str] = ()) -> Decision:
         """Choose among ``candidates`` (all replicas if empty); changes nothing but the generator.

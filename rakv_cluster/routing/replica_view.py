@@ -81,12 +81,13 @@ class ReplicaView:
         self.index = {replica: index for index, replica in enumerate(ids)}
         self._fill()
 
-    def report(self, replica: str, report: ReplicaReport, now_s: float) -> None:
-        """A replica's report arrived; of one that is gone, nothing is kept."""
+    def report(self, replica: str, report: ReplicaReport, age_s: float, now_s: float) -> None:
+        """A replica's report arrived, ``age_s`` after it was made (NaN: who knows); of one that
+        is gone, nothing is kept."""
         index = self.index.get(replica)
         if index is None:
             return
-        self.loads.report(index, report.backlog_ms, report.open_requests, now_s)
+        self.loads.report(index, report.backlog_ms, report.open_requests, age_s, now_s)
         self.locations.report(index, report.hot)
         costs = np.asarray(report.numbers()[-len(_COSTS) :])
         self._said_at_s[index] = now_s

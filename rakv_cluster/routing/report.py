@@ -19,7 +19,7 @@ MAX_PACES = 16
 _DIGITS = 3
 
 # Lowest and highest value that is believed, by field.
-_PLAUSIBLE: Mapping[str, tuple[float, float]] = {
+_NUMBERS: Mapping[str, tuple[float, float]] = {
     "backlog_ms": (0.0, 3.6e6),
     "open_requests": (0.0, 1e5),
     "slots": (1.0, 1e5),
@@ -32,7 +32,8 @@ _PLAUSIBLE: Mapping[str, tuple[float, float]] = {
     "token_ms": (1e-3, 1e5),
     "token_ms_slope": (0.0, 1e4),
 }
-FIELDS = tuple(_PLAUSIBLE)
+FIELDS = tuple(_NUMBERS)
+_PLAUSIBLE = {**_NUMBERS, "at_s": (0.0, 1e11)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class ReplicaReport:
     """Load and measured costs of one replica; units as in :class:`~.score.Fleet`.
 
     ``pace`` is ms per emitted token by kind of work, at most :data:`MAX_PACES` kinds: what
-    speculation brings depends on the text. ``hot`` is an encoded hot set. NaN is "unknown".
+    speculation brings depends on the text. ``hot`` is an encoded hot set, ``at_s`` when this was
+    so, on the wall clock. NaN is "unknown".
     """
 
     backlog_ms: float = math.nan
@@ -56,21 +58,25 @@ class ReplicaReport:
     token_ms_slope: float = math.nan
     pace: Mapping[str, float] = field(default_factory=dict)
     hot: bytes = b""
+    at_s: float = math.nan
 
     def numbers(self) -> tuple[float, ...]:
         """The values of :data:`FIELDS`, in order."""
         return tuple(getattr(self, name) for name in FIELDS)
 
 
-def encode_report(report: ReplicaReport, now_s: float) -> dict[str, Any]:
-    """As Serve carries it. Rounded to three digits: an idle replica mostly says the same again,
-    and Serve then sends nothing. ``now_s`` makes it differ every :data:`BEAT_S`, by which routers
-    tell an idle replica from a silent one."""
+def encode_report(report: ReplicaReport, wall_s: float) -> dict[str, Any]:
+    """As Serve carries it, with the time.
+
+    Rounded: an idle replica mostly says the same again, and Serve then sends nothing. Its time
+    moves on every :data:`BEAT_S`, by which routers tell an idle replica from a silent one.
+    """
+    idle = report.open_requests == 0 and report.backlog_ms == 0
     stats: dict[str, Any] = {name: _rounded(getattr(report, name)) for name in FIELDS}
     paces = sorted(report.pace.items())[:MAX_PACES]
     return {
         "format": FORMAT,
-        "beat": int(now_s / BEAT_S),
+        "at_s": BEAT_S * int(wall_s / BEAT_S) if idle else round(wall_s, 2),
         **stats,
         "pace": {kind: _rounded(ms) for kind, ms in paces},
         "hot": report.hot,
@@ -93,6 +99,7 @@ def decode_report(stats: object) -> ReplicaReport:
         **{name: _believed(name, stats.get(name)) for name in FIELDS},
         pace=paces,
         hot=hot if isinstance(hot, bytes) and len(hot) == BYTES else b"",
+        at_s=_believed("at_s", stats.get("at_s")),
     )
 
 

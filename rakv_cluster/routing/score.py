@@ -132,15 +132,18 @@ def _reuse(
     """Load and prefill time at each replica's best cut, and the tokens reused there."""
     replicas, chunks = reach.shape
     rows = np.arange(replicas)
-    starts = np.concatenate(([0], ends))
+    starts = np.zeros(chunks + 1, dtype=np.int64)
+    starts[1:] = ends
     tokens, halves = work.prompt_tokens - starts, (work.prompt_tokens**2 - starts**2) / 2
-    rest_ms = np.outer(fleet.prefill_ms, tokens) + np.outer(fleet.prefill_slope_ms, halves)
-    if not chunks:
-        return np.zeros(replicas), rest_ms[:, 0], np.zeros(replicas, dtype=np.int64)
-    missing = np.full(replicas, np.inf)
-    rates = np.stack((missing, fleet.ram_ms, fleet.disk_ms, fleet.remote_ms), axis=1)
+    rest_ms = fleet.prefill_ms[:, None] * tokens + fleet.prefill_slope_ms[:, None] * halves
+    rates = np.empty((replicas, len(Reach)))
+    rates[:, Reach.NONE] = 0.0
+    rates[:, Reach.RAM] = fleet.ram_ms
+    rates[:, Reach.DISK] = fleet.disk_ms
+    rates[:, Reach.REMOTE] = fleet.remote_ms
+    chunk_ms = rates.ravel()[reach + 4 * rows[:, None]] * (starts[1:] - starts[:-1])
     # What cannot be reached takes for ever, and so does all behind it.
-    chunk_ms = np.take(rates.ravel(), reach + 4 * rows[:, None]) * np.diff(starts, prepend=0)[1:]
+    chunk_ms[reach == Reach.NONE] = np.inf
     load_ms = np.zeros((replicas, chunks + 1))
     np.cumsum(chunk_ms + fleet.chunk_ms[:, None], axis=1, out=load_ms[:, 1:])
     cut = np.argmin(load_ms + rest_ms, axis=1)

@@ -17,7 +17,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, RequestRouterConfig
 
 from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
 from rakv_cluster.serving.ingress import Ingress
@@ -28,6 +28,7 @@ APP_NAME = "rakv"
 _INGRESS_REQUESTS = 1024
 _SPARE_REQUESTS = 16
 _FIGURES_TIMEOUT_S = 10.0
+_ROUTER = "rakv_cluster.routing.request_router:ExpectedTimeRouter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ def build(settings: Settings) -> serve.Application:
         health_check_period_s=5,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=15,
+        request_router_config=RequestRouterConfig(
+            request_router_class=_ROUTER,
+            request_routing_stats_period_s=1.0,
+            request_routing_stats_timeout_s=5.0,
+        ),
     )
     ingress = serve.deployment(
         Ingress,

@@ -100,7 +100,7 @@ class _Exchange:
 
     async def answer(self, http: Request, kind: type[GenerationRequest]) -> Response:
         """Read, validate, run; errors before the first token become the response's status."""
-        body = await _read_body(http, int(self._service.settings.body_limit_bytes))
+        body = await read_body(http, int(self._service.settings.body_limit_bytes))
         request = parse(kind, body)
         caller = caller_of(http)
         prepared = await self._service.prepare(request, caller)
@@ -185,7 +185,7 @@ def _echo(request: GenerationRequest) -> str:
     return request.prompt if isinstance(request, CompletionRequest) and request.echo else ""
 
 
-async def _read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
     is too long, without taking in the rest."""
     too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes", field="body")

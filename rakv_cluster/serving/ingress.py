@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from random import SystemRandom
 
 from fastapi import FastAPI
@@ -10,19 +11,22 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from rakv_cluster.chunking.boundaries import CutTable
-from rakv_cluster.clock import SystemClock
+from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.config import Settings
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
+from rakv_cluster.routing.directory_follower import follow_directory
+from rakv_cluster.routing.locations import Holders
 from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
-from rakv_cluster.serving.handles import HandleBackend
+from rakv_cluster.serving.handles import HandleBackend, nowhere
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
+from rakv_cluster.serving.route_api import add_route_explanation
 from rakv_cluster.serving.service import Service
-from rakv_cluster.serving.stores import open_admin
+from rakv_cluster.serving.stores import cluster_store_settings, open_admin
 from rakv_cluster.telemetry import ServiceMetrics
 
 
@@ -35,7 +39,9 @@ class Ingress:
     ) -> None:
         clock = SystemClock()
         self._metrics = ServiceMetrics()
-        backend = Failover(HandleBackend(worker), clock, self._metrics)
+        holders = await asyncio.to_thread(_follow_directory, settings, clock)
+        self._replicas = HandleBackend(worker, self._metrics, holders)
+        backend = Failover(self._replicas, clock, self._metrics)
         source = resolve(settings.model, settings.cache_path)
         tokenizer = await asyncio.to_thread(load_tokenizer, source)
         renderer, cuts = await asyncio.gather(
@@ -64,4 +70,13 @@ class Ingress:
             await server.stop()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._metrics)
+        app = create_app(self._service, self._metrics)
+        add_route_explanation(app, self._service, self._replicas)
+        return app
+
+
+def _follow_directory(settings: Settings, clock: Clock) -> Callable[[Sequence[bytes]], Holders]:
+    """Which nodes hold what on disk, from now on."""
+    if settings.store != "tiered":
+        return nowhere
+    return follow_directory(cluster_store_settings(settings), clock).holders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 
@@ -16,7 +16,9 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import Unavailable
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
+from rakv_cluster.serving.routing_report import RoutingReporter
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostIdentity, machine_name
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
@@ -25,11 +27,24 @@ from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 
 
+def _no_keys(count: int) -> Sequence[bytes]:
+    return ()
+
+
 class Replica:
-    """A :class:`~rakv_cluster.serving.backend.Backend` in this process."""
+    """A :class:`~rakv_cluster.serving.backend.Backend` in this process.
+
+    ``newest_keys`` names the keys in RAM, used last first: what routers are told is here.
+    """
 
     def __init__(
-        self, model: LoadedModel, store: ChunkStore, settings: Settings, clock: Clock
+        self,
+        model: LoadedModel,
+        store: ChunkStore,
+        settings: Settings,
+        clock: Clock,
+        *,
+        newest_keys: Callable[[int], Sequence[bytes]] = _no_keys,
     ) -> None:
         self._card = model.card
         self._store = store
@@ -42,6 +57,12 @@ class Replica:
             settings=engine_settings(settings),
             clock=clock,
             numeric_class=model.card.numeric_class,
+        )
+        self._reporter = RoutingReporter(
+            self._engine,
+            slots=settings.max_running,
+            token_bytes=model.runner.layout.bytes_per_token,
+            newest_keys=newest_keys,
         )
         self._engine.start()
 
@@ -57,9 +78,15 @@ class Replica:
         try:
             async with aclosing(bridge.events()) as events:
                 async for event in events:
+                    if event.finish is not None and event.stats is not None:
+                        self._reporter.ended(request, event.stats)
                     yield event
         finally:
             self._engine.cancel(request.request_id)
+
+    def routing_report(self) -> ReplicaReport:
+        """What routers are told."""
+        return self._reporter.report()
 
     async def stats(self) -> dict[str, float]:
         """Figures of engine and store, by name."""

@@ -100,6 +100,7 @@ class Service:
                     top_logprobs=request.alternatives,
                     timeout_s=self.settings.request_timeout_s,
                     tenant=caller.tenant,
+                    endpoint="chat" if isinstance(request, ChatRequest) else "completions",
                     speculation=request.speculation or self.settings.default_speculation,
                 ),
                 tuple(request.stop),

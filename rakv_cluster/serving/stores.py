@@ -56,14 +56,14 @@ def open_admin(settings: Settings, clock: Clock) -> StoreAdmin:
     return StoreAdmin(RayTransport(store.service, store.namespace), tuple, clock)
 
 
-def open_store(settings: Settings, clock: Clock) -> ChunkStore:
-    """RAM before the node's disk, RAM alone, or nothing; called in a process of the Ray cluster.
+def open_store(settings: Settings, memory: MemoryStore, clock: Clock) -> ChunkStore:
+    """``memory`` before the node's disk, ``memory`` alone, or nothing; called in a process of the
+    Ray cluster.
 
     A disk that cannot be used costs only its tier.
     """
     if settings.store == "none":
         return NullStore()
-    memory = MemoryStore(int(settings.ram_budget_bytes), clock)
     if settings.store == "memory":
         return memory
     return TieredStore(memory, open_node_store(cluster_store_settings(settings), clock))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import Settings
@@ -11,8 +12,11 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_model
+from rakv_cluster.routing.report import encode_report
+from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica
 from rakv_cluster.serving.stores import open_store
+from rakv_cluster.store.memory import MemoryStore
 
 log = logging.getLogger("ray.serve")
 
@@ -28,22 +32,36 @@ class Worker:
             dtype=settings.dtype,
             threads=settings.threads_per_replica,
         )
-        store = open_store(settings, clock)
-        self._replica = Replica(model, store, settings, clock)
+        memory = MemoryStore(int(settings.ram_budget_bytes), clock)
+        store = open_store(settings, memory, clock)
+        self._clock = clock
+        self._replica = Replica(model, store, settings, clock, newest_keys=memory.newest)
         log.info("replica ready: %s, %s", model.card.model_id, model.card.numeric_class)
 
     async def describe(self) -> ModelCard:
         """See :meth:`Replica.describe`."""
         return await self._replica.describe()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
-        """See :meth:`Replica.generate`; cancelling the handle call cancels the request."""
+    async def generate(
+        self, request: EngineRequest, ticket: RouteTicket
+    ) -> AsyncGenerator[EngineEvent, None]:
+        """See :meth:`Replica.generate`; cancelling the handle call cancels the request.
+
+        ``ticket`` has served its purpose before the call: it was for the router.
+        """
         events = self._replica.generate(request)
         try:
             async for event in events:
                 yield event
         finally:
             await events.aclose()
+
+    async def route_only(self, request: EngineRequest, ticket: RouteTicket) -> None:
+        """Do nothing: the caller wants to know how its router decides."""
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Serve asks once a second and passes it on to the routers."""
+        return encode_report(self._replica.routing_report(), self._clock.wall_s())
 
     async def stats(self) -> dict[str, float]:
         """See :meth:`Replica.stats`."""

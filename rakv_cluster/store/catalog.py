@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -49,6 +50,10 @@ class Catalog:
     def matching(self, wanted: Callable[[Entry], bool]) -> list[bytes]:
         """Keys of the entries that ``wanted`` accepts."""
         return [key for key, entry in self._entries.items() if wanted(entry)]
+
+    def newest(self, count: int) -> list[bytes]:
+        """The ``count`` keys used last, newest first."""
+        return heapq.nlargest(count, self._entries, key=lambda key: self._entries[key].last_use_s)
 
     def add(self, key: bytes, entry: Entry) -> None:
         """Record a new entry; raises ``KeyError`` if ``key`` is known."""

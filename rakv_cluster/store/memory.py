@@ -57,6 +57,11 @@ class MemoryStore:
             records, used = len(self._catalog), self._catalog.used_bytes
         return StoreStats(records, used, self._catalog.budget_bytes, self._counters.snapshot())
 
+    def newest(self, count: int) -> list[bytes]:
+        """The ``count`` keys used last, newest first."""
+        with self._lock:
+            return self._catalog.newest(count)
+
     def close(self) -> None:
         with self._lock:
             for key in tuple(self._held):

@@ -285,7 +285,7 @@ class SimulatedCluster:
         report = worker.report(self.now_ms)
         if not self.settings.speculation_reported:
             report = replace(report, token_ms=worker.hardware.steps.at(1), pace={})
-        stats = encode_report(report, self._clock.monotonic_s())
+        stats = encode_report(report, self._clock.wall_s())
         if stats == self._told.get(worker.name):
             return
         self._told[worker.name] = stats
@@ -296,7 +296,7 @@ class SimulatedCluster:
                 self._after(delay_ms, hear)
 
     def _hear(self, ingress: Ingress, worker: str, report: ReplicaReport) -> None:
-        ingress.policy.view.report(worker, report, self._clock.monotonic_s())
+        ingress.policy.hear(worker, report)
 
     def _exchange(self) -> None:
         self.store.exchange()

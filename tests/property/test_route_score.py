@@ -167,7 +167,7 @@ absurd = st.one_of(
     st.lists(st.integers(), max_size=2),
 )
 FIELDS = [
-    "format", "beat", "backlog_ms", "open_requests", "slots", "prefill_ms", "prefill_slope_ms",
+    "format", "at_s", "backlog_ms", "open_requests", "slots", "prefill_ms", "prefill_slope_ms",
     "ram_ms", "disk_ms", "remote_ms", "chunk_ms", "token_ms", "token_ms_slope", "pace", "hot",
 ]  # fmt: skip
 stats = st.one_of(
@@ -190,7 +190,7 @@ def test_whatever_replicas_say_someone_is_chosen(
     keys = tuple(bytes([number]) * 32 for number in range(3))
 
     for number, (replica, said, wait_s) in enumerate(reports):
-        policy.view.report(replica, decode_report(said), clock.monotonic_s())
+        policy.hear(replica, decode_report(said))
         clock.advance(wait_s)
         request = RouteRequest(f"q{number}", keys, np.asarray([64, 128, 192]), 200, 30.0, "chat")
         decision = policy.decide(request)

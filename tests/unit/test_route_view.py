@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ class Router:
         self.policy.view.set_replicas(nodes, self.clock.monotonic_s())
 
     def hear(self, replica: str, **changes: object) -> None:
-        self.policy.view.report(replica, report(**changes), self.clock.monotonic_s())
+        self.policy.hear(replica, report(at_s=self.clock.wall_s(), **changes))
 
     def route(self, asked: RouteRequest) -> str:
         decision = self.policy.decide(asked)
@@ -96,17 +96,20 @@ def test_a_hot_set_keeps_the_newest_and_survives_garbage() -> None:
 
 def test_reports_survive_the_way_and_say_the_same_when_idle() -> None:
     said = report(pace={"chat": 12.3456}, hot=encode_hot_set([key_of(1)]))
-    stats = encode_report(said, now_s=BEAT_S * 7)
-    assert encode_report(said, now_s=BEAT_S * 7.9) == stats
-    assert encode_report(said, now_s=BEAT_S * 8.1) != stats
+    stats = encode_report(said, wall_s=BEAT_S * 7)
+    assert encode_report(said, wall_s=BEAT_S * 7.9) == stats
+    assert encode_report(said, wall_s=BEAT_S * 8.1) != stats
     heard = decode_report(stats)
     assert heard.numbers() == said.numbers()
     assert heard.hot == said.hot
     assert heard.pace == {"chat": 12.3}
+    assert heard.at_s == BEAT_S * 7
+    busy = replace(said, open_requests=1.0)
+    assert decode_report(encode_report(busy, wall_s=1000.126)).at_s == 1000.13
 
 
 def test_every_number_of_a_report_has_a_plausible_range() -> None:
-    assert {each.name for each in fields(ReplicaReport)} == {*FIELDS, "pace", "hot"}
+    assert {each.name for each in fields(ReplicaReport)} == {*FIELDS, "pace", "hot", "at_s"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30, 10**400, "7", None, True])
@@ -170,12 +173,22 @@ def test_what_is_booked_counts_at_once_and_once() -> None:
 
 
 def test_a_report_does_not_undo_what_was_sent_after_it_was_made() -> None:
-    loads = Loads(1, LoadSettings(report_lag_s=1.2), 0.0)
+    loads = Loads(1, LoadSettings(), 0.0)
     loads.book("early", 0, 300.0, 0.0)
-    loads.book("late", 0, 500.0, 1.5)
-    loads.report(0, 100.0, 1.0, 2.0)
-    assert loads.backlog_ms(2.0)[0] == 600.0
+    loads.book("late", 0, 500.0, 1.75)
+    loads.report(0, 600.0, 1.0, age_s=0.5, now_s=2.0)
+    assert loads.backlog_ms(2.0)[0] == 600.0 - 250.0 + 500.0 - 250.0
     assert loads.open_requests(2.0)[0] == 2.0
+
+
+@pytest.mark.parametrize("age_s", [math.nan, 1e9, math.inf])
+def test_a_report_from_a_wrong_clock_counts_as_old_but_no_older(age_s: float) -> None:
+    loads = Loads(1, LoadSettings(max_report_age_s=1.0), 0.0)
+    loads.book("early", 0, 5000.0, 0.5)
+    loads.book("late", 0, 700.0, 1.5)
+    loads.report(0, 0.0, 0.0, age_s=age_s, now_s=2.0)
+    assert loads.backlog_ms(2.0)[0] == 200.0
+    assert loads.open_requests(2.0)[0] == 1.0
 
 
 def test_backlog_is_worked_off_and_bookings_fade() -> None:

@@ -1,0 +1,50 @@
+"""``POST /v1/route/explain``: where a request would go now, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from pydantic_core import to_json
+
+from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.routing.policy import Decision, explain
+from rakv_cluster.serving.http_access import caller_of
+from rakv_cluster.serving.http_app import read_body
+from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, parse
+from rakv_cluster.serving.service import Service
+
+
+class Explains(Protocol):
+    """What knows how requests are routed."""
+
+    async def explain(self, request: EngineRequest) -> Decision:
+        """How ``request`` would be routed now."""
+        ...
+
+
+def add_route_explanation(app: FastAPI, service: Service, replicas: Explains) -> None:
+    """Add the endpoint. Its body is that of a chat completion (with ``messages``) or of a
+    completion; nothing is generated."""
+
+    @app.post("/v1/route/explain")
+    async def explain_route(http: Request) -> Response:
+        body = await read_body(http, int(service.settings.body_limit_bytes))
+        # Inside a prompt these quotes would be escaped.
+        kind = ChatRequest if b'"messages"' in body else CompletionRequest
+        prepared = await service.prepare(parse(kind, body), caller_of(http))
+        request = prepared.choices[0].request
+        decision = await replicas.explain(request)
+        return Response(to_json(explanation(request, decision)), media_type="application/json")
+
+
+def explanation(request: EngineRequest, decision: Decision) -> dict[str, Any]:
+    """The answer's body; times in milliseconds."""
+    return {
+        "chosen": decision.order[0],
+        "reason": decision.reason.value,
+        "measured": decision.scores.measured,
+        "prompt_tokens": len(request.prompt.token_ids),
+        "replicas": [asdict(terms) for terms in explain(decision)],
+    }

@@ -1,0 +1,95 @@
+"""What a replica measures of itself, in the routers' terms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.reuse.costs import LOAD_FIXED_MS, CostView
+from rakv_cluster.routing.hot_set import CAPACITY, encode_hot_set
+from rakv_cluster.routing.report import MAX_PACES, ReplicaReport
+from rakv_cluster.routing.ticket import work_kind
+from rakv_cluster.types import Tier
+
+_DEPTH_TOKENS = 4096
+_BATCH = 8
+_PACE_GAIN = 0.2
+_LEAST_TOKENS = 8
+
+
+class Paces:
+    """Ms per emitted token of one request alone, by kind of work, as measured at its end.
+
+    What drafting brings shows in it. Time in a batch is scaled to a batch of one by what steps of
+    both sizes cost. Holds the kinds seen last, at most :data:`MAX_PACES`.
+    """
+
+    def __init__(self) -> None:
+        self._ms: OrderedDict[str, float] = OrderedDict()
+
+    def observe(self, kind: str, stats: RequestStats, costs: CostView, batch: int) -> None:
+        """A request ended beside ``batch - 1`` others; one of a few tokens says too little."""
+        if stats.output_tokens < _LEAST_TOKENS or stats.decode_ms <= 0:
+            return
+        alone = costs.decode_ms(1) / costs.decode_ms(max(batch, 1))
+        ms = stats.decode_ms / (stats.output_tokens - 1) * min(alone, 1.0)
+        known = self._ms.get(kind, ms)
+        self._ms[kind] = known + _PACE_GAIN * (ms - known)
+        self._ms.move_to_end(kind)
+        while len(self._ms) > MAX_PACES:
+            self._ms.popitem(last=False)
+
+    def by_kind(self) -> dict[str, float]:
+        """A copy."""
+        return dict(self._ms)
+
+
+class RoutingReporter:
+    """Makes a replica's reports. Called in the replica's event loop only."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        slots: int,
+        token_bytes: int,
+        newest_keys: Callable[[int], Sequence[bytes]],
+    ) -> None:
+        self._engine = engine
+        self._slots = slots
+        self._token_mb = token_bytes / 1e6
+        self._newest_keys = newest_keys
+        self._paces = Paces()
+
+    def ended(self, request: EngineRequest, stats: RequestStats) -> None:
+        """Learn from a request that ended."""
+        batch = self._engine.stats().running
+        self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)
+
+    def report(self) -> ReplicaReport:
+        """As of now."""
+        stats, costs = self._engine.stats(), self._engine.costs()
+        shallow, deep = (costs.prefill_rate_ms(costs.step_tokens, at) for at in (0, _DEPTH_TOKENS))
+        counters = stats.counters
+        prompt = counters.computed_tokens + counters.ram_tokens + counters.disk_tokens
+        # Part of what waits will be loaded, not computed: about the part that was so far.
+        computed = counters.computed_tokens / prompt if prompt else 1.0
+        plain_ms = costs.decode_ms(1)
+        paces = self._paces.by_kind()
+        return ReplicaReport(
+            backlog_ms=self._engine.uncomputed_tokens() * shallow * computed,
+            open_requests=float(stats.running + stats.waiting),
+            slots=float(self._slots),
+            prefill_ms=shallow,
+            prefill_slope_ms=max(deep - shallow, 0.0) / _DEPTH_TOKENS,
+            ram_ms=costs.load_ms_per_mb[Tier.RAM] * self._token_mb,
+            disk_ms=costs.load_ms_per_mb[Tier.DISK] * self._token_mb,
+            remote_ms=costs.load_ms_per_mb[Tier.REMOTE] * self._token_mb,
+            chunk_ms=LOAD_FIXED_MS,
+            token_ms=min((plain_ms, *paces.values())),
+            token_ms_slope=max(costs.decode_ms(_BATCH) - plain_ms, 0.0) / (_BATCH - 1),
+            pace=paces,
+            hot=encode_hot_set(self._newest_keys(CAPACITY)),
+        )

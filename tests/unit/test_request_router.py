@@ -1,0 +1,216 @@
+"""The Serve router without Ray: what it makes of candidates, tickets and Serve's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import pickle
+from dataclasses import dataclass, field
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.routing.hot_set import encode_hot_set
+from rakv_cluster.routing.report import ReplicaReport, encode_report
+from rakv_cluster.routing.request_router import ExpectedTimeRouter, ScoreGuard
+from rakv_cluster.routing.ticket import Fallback, RouteTicket
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode
+
+CHUNK = 64
+
+
+@dataclass
+class FakeReplica:
+    """What the router reads of Serve's RunningReplica."""
+
+    name: str
+    routing_stats: Any = field(default_factory=dict)
+    node_id: str = "n1"
+    max_ongoing_requests: int = 100
+
+    @property
+    def replica_id(self) -> SimpleNamespace:
+        return SimpleNamespace(unique_id=self.name)
+
+
+def engine_request(request_id: str = "q", document: str = "d", **changes: Any) -> EngineRequest:
+    ids = tuple(range(3 * CHUNK))
+    chunks = tuple(
+        Chunk(n * CHUNK, ids[n * CHUNK : (n + 1) * CHUNK], b"", key_of(document, n))
+        for n in range(3)
+    )
+    prompt = ChunkedPrompt(b"ns", (*ids, 7, 8), chunks, 0, b"tail")
+    return EngineRequest(request_id, prompt, max_tokens=10, **changes)
+
+
+def key_of(document: str, number: int) -> bytes:
+    return hashlib.sha256(f"{document}/{number}".encode()).digest()
+
+
+def stats(wall_s: float = 0.0, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "backlog_ms": 0.0, "open_requests": 0.0, "slots": 8.0, "prefill_ms": 1.0,
+        "prefill_slope_ms": 0.0, "ram_ms": 0.001, "disk_ms": 0.1, "remote_ms": 0.2,
+        "chunk_ms": 0.1, "token_ms": 10.0, "token_ms_slope": 0.0,
+    }  # fmt: skip
+    return encode_report(ReplicaReport(**{**usual, **changes}), wall_s)
+
+
+def pending(*args: Any, internal_id: str = "serve-1") -> Any:
+    context = SimpleNamespace(should_backoff=False)
+    metadata = SimpleNamespace(internal_request_id=internal_id)
+    return SimpleNamespace(args=list(args), routing_context=context, metadata=metadata)
+
+
+class Router:
+    """An :class:`ExpectedTimeRouter` whose replicas are fakes."""
+
+    def __init__(self, replicas: list[FakeReplica]) -> None:
+        self.replicas = replicas
+        # Without the base's constructor, which wants a running Serve application.
+        self.subject = ExpectedTimeRouter.__new__(ExpectedTimeRouter)
+        self.subject.initialize_state(exploration=0.0)
+        self.hear()
+
+    def hear(self) -> None:
+        self.subject._hear(self.replicas)
+
+    def ranks(self, asked: Any) -> list[list[str]]:
+        ranked = asyncio.run(self.subject.choose_replicas(self.replicas, asked))
+        return [[replica.name for replica in rank] for rank in ranked]
+
+    def routed(self, asked: Any, name: str) -> None:
+        self.subject.on_request_routed(asked, SimpleNamespace(unique_id=name), None)
+
+    def completed(self, name: str, internal_id: str = "serve-1") -> None:
+        self.subject.on_request_completed(SimpleNamespace(unique_id=name), internal_id)
+
+    def open_requests(self) -> list[float]:
+        policy = self.subject._policy
+        return list(policy.view.loads.open_requests(policy.now_s))
+
+
+@pytest.fixture
+def router() -> Router:
+    hot = encode_hot_set([key_of("d", number) for number in range(3)])
+    return Router(
+        [FakeReplica("a", stats()), FakeReplica("b", stats(hot=hot)), FakeReplica("c", stats())]
+    )
+
+
+def test_the_replica_with_the_document_comes_first_alone(router: Router) -> None:
+    asked = pending(engine_request(), RouteTicket())
+    ranks = router.ranks(asked)
+    assert ranks[0] == ["b"]
+    assert sorted(chain(*ranks)) == ["a", "b", "c"]
+    assert asked.routing_context.should_backoff
+
+
+def test_a_request_that_reuses_nothing_is_not_drawn_to_it(router: Router) -> None:
+    ticket = RouteTicket()
+    router.ranks(pending(engine_request(reuse=ReuseMode.OFF), ticket))
+    assert (ticket.decisions[-1].scores.reused_tokens == 0).all()
+
+
+def test_bookings_follow_the_request_to_its_end(router: Router) -> None:
+    asked = pending(engine_request(), RouteTicket())
+    router.ranks(asked)
+    assert router.open_requests() == [0.0, 1.0, 0.0]
+    router.routed(asked, "c")  # Serve gave it to another
+    assert router.open_requests() == [0.0, 0.0, 1.0]
+    router.completed("c")
+    assert router.open_requests() == [0.0, 0.0, 0.0]
+
+
+def test_choices_of_one_request_share_serves_id(router: Router) -> None:
+    for index in range(3):
+        asked = pending(engine_request(f"q-{index}"), RouteTicket())
+        router.ranks(asked)
+        router.routed(asked, "b")
+    assert router.open_requests() == [0.0, 3.0, 0.0]
+    for _ in range(4):  # once more than there were
+        router.completed("b")
+    assert router.open_requests() == [0.0, 0.0, 0.0]
+
+
+def test_a_trial_books_nothing(router: Router) -> None:
+    ticket = RouteTicket(trial=True)
+    router.ranks(pending(engine_request(), ticket))
+    assert ticket.reasons() == ["fastest"]
+    assert router.open_requests() == [0.0, 0.0, 0.0]
+
+
+def test_other_calls_go_to_one_of_two(router: Router) -> None:
+    for asked in (pending(), pending("text"), None):
+        assert [len(rank) for rank in router.ranks(asked)] == [2]
+
+
+def test_a_failing_score_is_not_a_failing_request(router: Router) -> None:
+    broken = engine_request()
+    object.__setattr__(broken, "prompt", None)
+    ticket = RouteTicket()
+    assert [len(rank) for rank in router.ranks(pending(broken, ticket))] == [2]
+    assert ticket.fallbacks == [Fallback.FAILED]
+
+    after = RouteTicket()
+    router.ranks(pending(engine_request(), after))
+    assert after.reasons() == ["score_failed"]  # at rest for a second
+
+
+def test_no_candidate_is_no_choice(router: Router) -> None:
+    asked = pending(engine_request(), RouteTicket())
+    assert asyncio.run(router.subject.choose_replicas([], asked)) == []
+
+
+@pytest.mark.parametrize(
+    "said", [{}, None, {"format": 99}, stats(backlog_ms=float("inf")), {"format": 1, "hot": 7}]
+)
+def test_absurd_reports_leave_a_choice(router: Router, said: Any) -> None:
+    for replica in router.replicas:
+        replica.routing_stats = said
+    router.hear()
+    ranks = router.ranks(pending(engine_request(), RouteTicket()))
+    assert len(list(chain(*ranks))) == 3
+
+
+def test_a_repeated_report_is_no_news(router: Router) -> None:
+    asked = pending(engine_request(), RouteTicket())
+    router.ranks(asked)
+    router.hear()
+    assert router.open_requests() == [0.0, 1.0, 0.0]
+    router.replicas[1].routing_stats = stats(wall_s=10.0, open_requests=5.0)
+    router.hear()
+    assert router.open_requests()[1] == 6.0  # what was sent since may not be in it
+
+
+def test_a_ticket_crosses_empty(router: Router) -> None:
+    ticket = RouteTicket(output_tokens=7.0, holders=(("n1",),))
+    router.ranks(pending(engine_request(), ticket))
+    assert ticket.decisions
+    assert pickle.loads(pickle.dumps(ticket)) == RouteTicket()  # noqa: S301  # as Ray does
+
+
+def test_late_decisions_in_a_row_rest_the_score() -> None:
+    clock = ManualClock()
+    guard = ScoreGuard(clock)
+    for seconds in (0.5, 0.5, 0.001, 0.5, 0.5):
+        guard.took(seconds)
+    assert guard.resting() == []
+    guard.took(0.5)
+    assert guard.resting() == [Fallback.LATE]
+    clock.advance(1.1)
+    assert guard.resting() == []
+
+
+def test_a_replica_that_left_and_what_it_had_is_forgotten(router: Router) -> None:
+    asked = pending(engine_request(), RouteTicket())
+    router.ranks(asked)
+    router.replicas = [router.replicas[0], router.replicas[2]]
+    router.hear()
+    assert router.ranks(pending(engine_request("q2"), RouteTicket()))[0] in (["a"], ["c"])
+    router.completed("b")
+    assert len(router.subject._heard) == 2
