@@ -18,6 +18,7 @@ BITS = 32768
 HASHES = 4
 CAPACITY = 2048
 BYTES = BITS // 8
+_EMPTY = bytes(BYTES)
 
 
 def hash_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint16]:
@@ -40,17 +41,26 @@ class HotSets:
 
     def __init__(self, replicas: int) -> None:
         self._table = np.zeros((BITS, replicas), dtype=np.bool_)
+        self._encoded = [_EMPTY] * replicas
 
     def set(self, replica: int, encoded: bytes) -> None:
         """Take over a replica's filter; anything that is not one empties it."""
-        bits = np.frombuffer(encoded if len(encoded) == BYTES else bytes(BYTES), dtype=np.uint8)
-        self._table[:, replica] = np.unpackbits(bits)
+        encoded = encoded if len(encoded) == BYTES else _EMPTY
+        before, after = (
+            np.frombuffer(each, dtype=np.uint8) for each in (self._encoded[replica], encoded)
+        )
+        # Mostly few bits change, and a column of the table is spread over all of its memory.
+        changed = np.flatnonzero(np.unpackbits(before ^ after))
+        self._table[changed, replica] ^= True
+        self._encoded[replica] = encoded
 
     def arranged(self, sources: Sequence[int]) -> HotSets:
         """Filters of other replicas: each one's is that of ``sources``, none where that is -1."""
         rearranged = HotSets(len(sources))
         kept = [index for index, source in enumerate(sources) if source >= 0]
         rearranged._table[:, kept] = self._table[:, [sources[index] for index in kept]]
+        for index in kept:
+            rearranged._encoded[index] = self._encoded[sources[index]]
         return rearranged
 
     def lookup(self, rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ kind of table that the controller uses. Times in ms.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ class SimulatedWorker:
         self._prefilling = False
         self._decoding = 0
         self._disk_ms = hardware.disk_ms
-        self._pace_ms: dict[str, float] = {}
+        self._pace = functools.cache(hardware.pace_ms)
+        self._seen: dict[str, float] = {}
         self._hot = b""
         self._ram_changed = True
 
@@ -159,9 +161,9 @@ class SimulatedWorker:
             disk_ms=self._disk_ms,
             remote_ms=hw.remote_ms,
             chunk_ms=hw.chunk_ms,
-            token_ms=hw.pace_ms(""),
+            token_ms=self._pace(""),
             token_ms_slope=hw.step_slope_ms,
-            pace=dict(list(self._pace_ms.items())[:MAX_PACES]),
+            pace=dict(list(self._seen.items())[:MAX_PACES]),
             hot=self._hot_set(),
         )
 
@@ -203,7 +205,7 @@ class SimulatedWorker:
         self._on_first(job, now_ms)
         hw = self.hardware
         slowed = 1 + hw.step_slope_ms * (self._decoding - 1) / hw.steps.at(1)
-        decode_ms = job.output_tokens * hw.pace_ms(job.request.kind) * slowed
+        decode_ms = job.output_tokens * self._pace(job.request.kind) * slowed
         self._schedule(decode_ms, partial(self._finished, job, now_ms + decode_ms))
         self._advance(now_ms)
 
@@ -213,7 +215,7 @@ class SimulatedWorker:
         self._decoding -= 1
         del self.jobs[job.request.request_id]
         kind = job.request.kind
-        self._pace_ms[kind] = self.hardware.pace_ms(kind)
+        self._seen[kind] = self._pace(kind)
         self._on_done(job, now_ms)
         self._advance(now_ms)
 

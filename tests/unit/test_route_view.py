@@ -92,6 +92,9 @@ def test_a_hot_set_keeps_the_newest_and_survives_garbage() -> None:
     assert sets.lookup(hash_rows(newest[CAPACITY:])).mean() < 0.1
     sets.set(0, b"\xff" * 7)
     assert not sets.lookup(hash_rows(newest)).any()
+    sets.set(0, encode_hot_set(newest[:1]))
+    sets.set(0, encode_hot_set(newest[1:2]))
+    assert sets.lookup(hash_rows(newest[:2]))[0].tolist() == [False, True]
 
 
 def test_reports_survive_the_way_and_say_the_same_when_idle() -> None:
