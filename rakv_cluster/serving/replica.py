@@ -63,6 +63,7 @@ class Replica:
             slots=settings.max_running,
             token_bytes=model.runner.layout.bytes_per_token,
             newest_keys=newest_keys,
+            price_loads=settings.price_loads,
         )
         self._engine.start()
 

@@ -56,10 +56,13 @@ class RoutingReporter:
         slots: int,
         token_bytes: int,
         newest_keys: Callable[[int], Sequence[bytes]],
+        price_loads: bool,
     ) -> None:
         self._engine = engine
         self._slots = slots
         self._token_mb = token_bytes / 1e6
+        # What the planner does not price costs the router nothing either.
+        self._load_price = float(price_loads)
         self._newest_keys = newest_keys
         self._paces = Paces()
 
@@ -76,6 +79,7 @@ class RoutingReporter:
         prompt = counters.computed_tokens + counters.ram_tokens + counters.disk_tokens
         # Part of what waits will be loaded, not computed: about the part that was so far.
         computed = counters.computed_tokens / prompt if prompt else 1.0
+        per_token = self._token_mb * self._load_price
         plain_ms = costs.decode_ms(1)
         paces = self._paces.by_kind()
         return ReplicaReport(
@@ -84,10 +88,10 @@ class RoutingReporter:
             slots=float(self._slots),
             prefill_ms=shallow,
             prefill_slope_ms=max(deep - shallow, 0.0) / _DEPTH_TOKENS,
-            ram_ms=costs.load_ms_per_mb[Tier.RAM] * self._token_mb,
-            disk_ms=costs.load_ms_per_mb[Tier.DISK] * self._token_mb,
-            remote_ms=costs.load_ms_per_mb[Tier.REMOTE] * self._token_mb,
-            chunk_ms=LOAD_FIXED_MS,
+            ram_ms=costs.load_ms_per_mb[Tier.RAM] * per_token,
+            disk_ms=costs.load_ms_per_mb[Tier.DISK] * per_token,
+            remote_ms=costs.load_ms_per_mb[Tier.REMOTE] * per_token,
+            chunk_ms=LOAD_FIXED_MS * self._load_price,
             token_ms=min((plain_ms, *paces.values())),
             token_ms_slope=max(costs.decode_ms(_BATCH) - plain_ms, 0.0) / (_BATCH - 1),
             pace=paces,

@@ -1,0 +1,128 @@
+"""The router on a real Ray: three replicas, each with its own RAM tier and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rakv_cluster.cli.local_service import LocalService
+from rakv_cluster.testing.processes import served, workers
+from rakv_cluster.testing.waiting import eventually
+
+pytestmark = pytest.mark.cluster
+
+CHAT = "/v1/chat/completions"
+EXPLAIN = "/v1/route/explain"
+REPLICAS = 3
+
+
+@pytest.fixture(scope="module")
+def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    folder = tmp_path_factory.mktemp("routing")
+    # Whether loading pays off is a matter of time for a model this small: not priced here.
+    config = folder / "rakv.yaml"
+    config.write_text("store: memory\nprice_loads: false\nmax_running: 4\nthreads: 1\n")
+    flags = {"model": str(tiny_folder), "replicas": str(REPLICAS), "config": str(config)}
+    with served(flags, folder / "serve.log") as running:
+        yield running
+
+
+@pytest.fixture
+def http(service: LocalService) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.base_url, timeout=180.0) as client:
+        yield client
+
+
+def body(document: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "documents": [{"id": document, "text": f"{document} " * 150}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
+
+
+def explained(http: httpx.Client, document: str) -> dict[str, Any]:
+    answer: dict[str, Any] = http.post(EXPLAIN, json=body(document)).raise_for_status().json()
+    return answer
+
+
+def holders(http: httpx.Client, document: str) -> set[str]:
+    """Replicas that hold most of the document, as the router believes."""
+    answer = explained(http, document)
+    return {
+        line["replica"]
+        for line in answer["replicas"]
+        if line["reused_tokens"] > answer["prompt_tokens"] / 2
+    }
+
+
+def all_measured(http: httpx.Client) -> bool:
+    answer = explained(http, "nobody")
+    return bool(answer["measured"]) and len(answer["replicas"]) == REPLICAS
+
+
+def test_documents_go_back_to_their_replica(http: httpx.Client) -> None:
+    eventually(lambda: all_measured(http), "every replica has reported", timeout_s=60)
+    documents = [f"document{number}" for number in range(6)]
+    for document in documents:
+        http.post(CHAT, json=body(document)).raise_for_status()
+
+    answers = [http.post(CHAT, json=body(document)).json() for document in documents]
+
+    back = [a["rakv"]["tokens"]["ram"] > a["usage"]["prompt_tokens"] / 2 for a in answers]
+    assert sum(back) >= len(documents) - 1  # one in a hundred requests explores
+
+
+def test_an_explanation_generates_nothing_and_adds_up(http: httpx.Client) -> None:
+    http.post(CHAT, json=body("explained")).raise_for_status()
+    eventually(lambda: bool(holders(http, "explained")), "a replica reports what it holds")
+    answer = explained(http, "explained")
+    assert len(answer["replicas"]) == REPLICAS
+    for line in answer["replicas"]:
+        terms = [value for name, value in line.items() if name.endswith("_ms")]
+        assert 2 * line["expected_ms"] == pytest.approx(sum(terms))
+    refused = http.post(EXPLAIN, json={"prompt": ""})
+    assert refused.status_code == 400
+
+
+def test_one_hot_document_spreads_when_its_replica_is_busy(http: httpx.Client) -> None:
+    with ThreadPoolExecutor(24) as threads:
+        answers = list(
+            threads.map(lambda _: http.post(CHAT, json=body("hot", max_tokens=100)), range(24))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
+    eventually(lambda: len(holders(http, "hot")) >= 2, "several replicas hold the document")
+
+
+def test_killing_the_busiest_replica_fails_no_request_and_doubles_no_token(
+    service: LocalService, http: httpx.Client
+) -> None:
+    fields = body("killed", max_tokens=200)
+    whole = http.post(CHAT, json=fields).json()["choices"][0]["message"]["content"]
+    before = {pid: cpu_ticks(pid) for pid in workers(service)}
+
+    with ThreadPoolExecutor(9) as threads:
+        running = [threads.submit(http.post, CHAT, json=fields) for _ in range(18)]
+        eventually(lambda: any(each.done() for each in running), "the first answer", timeout_s=120)
+        busiest = max(before, key=lambda pid: cpu_ticks(pid) - before[pid])
+        os.kill(busiest, signal.SIGKILL)
+        answers = [each.result() for each in running]
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {whole}
+
+
+def cpu_ticks(pid: int) -> int:
+    """Processor time that a process has used in user mode."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[11])
