@@ -188,10 +188,11 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class ChoiceSettings:
     """``exploration`` is the share of requests sent anywhere, so that a replica thought slow can
-    show that it is not; ``tie_share`` is how much worse than the best still counts as equal."""
+    show that it is not; what is later than the best by at most ``tie_ms`` counts as equal. That is
+    little, because the best may owe its lead to a few cached chunks of a long request."""
 
     exploration: float = 0.01
-    tie_share: float = 0.01
+    tie_ms: float = 1.0
     ranked: int = 4
 
 
@@ -209,7 +210,7 @@ def choose(
     if len(candidates) == 1:
         return Choice((int(candidates[0]),), Reason.ONLY)
     reason = Reason.FASTEST if scores.measured else Reason.UNMEASURED
-    ties = np.flatnonzero(total_ms <= total_ms[best] * (1 + settings.tie_share))
+    ties = np.flatnonzero(total_ms <= total_ms[best] + settings.tie_ms)
     if len(ties) > 1:
         best = int(ties[rng.integers(len(ties))])
         reason = Reason.TIED if scores.measured else reason

@@ -129,7 +129,7 @@ def scores_of(*total_ms: float) -> Scores:
 def test_ties_are_shared_and_exploration_reaches_everyone() -> None:
     rng = np.random.default_rng(1)
     candidates = np.arange(3)
-    settings = ChoiceSettings(exploration=0.1, tie_share=0.01)
+    settings = ChoiceSettings(exploration=0.1, tie_ms=0.1)
 
     picks = [choose(scores_of(10.0, 10.05, 50.0), candidates, settings, rng) for _ in range(3000)]
 
@@ -141,7 +141,7 @@ def test_ties_are_shared_and_exploration_reaches_everyone() -> None:
 
 
 def test_order_is_by_expected_time_and_bounded() -> None:
-    settings = ChoiceSettings(exploration=0.0, ranked=3)
+    settings = ChoiceSettings(exploration=0.0, tie_ms=0.1, ranked=3)
     choice = choose(
         scores_of(5.0, 1.0, 4.0, 2.0, 3.0),
         np.asarray([0, 2, 3, 4]),
