@@ -5,6 +5,8 @@
     |   +-- ContextLengthExceeded 400  INVALID_ARGUMENT
     |   +-- UnsupportedParameter  400  INVALID_ARGUMENT
     |   +-- BodyTooLarge          413  INVALID_ARGUMENT
+    |   +-- RequestRefused        400  INVALID_ARGUMENT    it ended two replicas
+    +-- MethodNotAllowed          405  UNIMPLEMENTED
     +-- Unauthenticated           401  UNAUTHENTICATED
     +-- PermissionDenied          403  PERMISSION_DENIED
     +-- NotFound                  404  NOT_FOUND           unknown document, chunk
@@ -12,7 +14,9 @@
     +-- DeadlineExceeded          408  DEADLINE_EXCEEDED
     +-- RequestCancelled          499  CANCELLED
     +-- Overloaded                429  RESOURCE_EXHAUSTED  carries retry_after_s
+    |   +-- RateLimited           429  RESOURCE_EXHAUSTED  the tenant's own limit
     +-- Unavailable               503  UNAVAILABLE         carries retry_after_s
+    |   +-- ReplicaLost           503  UNAVAILABLE         another replica may go on
     +-- ConfigError                -   (start-up only)     settings, model or environment unusable
     |   +-- UnsupportedModel       -
     +-- StoreError                 -   (never reaches a client: a cache never breaks a request)
@@ -103,6 +107,20 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class RequestRefused(InvalidRequest):
+    """Two replicas ended while they worked on this request; a third is not risked."""
+
+    code = "request_refused"
+
+
+class MethodNotAllowed(RakvError):
+    """The path exists, but not for this method."""
+
+    http_status = 405
+    grpc_code = "UNIMPLEMENTED"
+    code = "method_not_allowed"
+
+
 class Unauthenticated(RakvError):
     """No or an unknown API key."""
 
@@ -157,12 +175,24 @@ class Overloaded(RakvError):
     code = "overloaded"
 
 
+class RateLimited(Overloaded):
+    """The tenant's own limit is used up; others are not affected."""
+
+    code = "rate_limit_exceeded"
+
+
 class Unavailable(RakvError):
     """No replica can take the request now; try again after ``retry_after_s``."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "unavailable"
+
+
+class ReplicaLost(Unavailable):
+    """The replica that worked on a request is gone; another one may go on with it."""
+
+    code = "replica_lost"
 
 
 class ConfigError(RakvError, ValueError):

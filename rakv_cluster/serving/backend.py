@@ -13,22 +13,14 @@ import numpy as np
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from rakv_cluster.errors import (
+    DeadlineExceeded,
+    ReplicaLost,
+    RequestRefused,
+)
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.types import FinishReason
-
-
-class ReplicaLost(Unavailable):
-    """The replica that worked on a request is gone; another one may go on with it."""
-
-    code = "replica_lost"
-
-
-class RequestRefused(InvalidRequest):
-    """Two replicas ended while they worked on this request; a third is not risked."""
-
-    code = "request_refused"
 
 
 class Backend(Protocol):

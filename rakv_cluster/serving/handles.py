@@ -15,13 +15,12 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.errors import Overloaded, RakvError, Unavailable
+from rakv_cluster.errors import Overloaded, RakvError, ReplicaLost, Unavailable
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.routing.locations import Holders
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import Decision
 from rakv_cluster.routing.ticket import RouteTicket
-from rakv_cluster.serving.backend import ReplicaLost
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.types import FinishReason
 

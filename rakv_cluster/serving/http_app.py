@@ -14,7 +14,14 @@ from starlette.exceptions import HTTPException
 
 import rakv_cluster
 from rakv_cluster import telemetry
-from rakv_cluster.errors import BodyTooLarge, ModelNotFound, NotFound, RakvError, Unavailable
+from rakv_cluster.errors import (
+    BodyTooLarge,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    RakvError,
+    Unavailable,
+)
 from rakv_cluster.serving import openai_format
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.http_access import Access, caller_of
@@ -30,13 +37,6 @@ from rakv_cluster.serving.service import Service
 
 _DONE = b"data: [DONE]\n\n"
 _PROBE_TIMEOUT_S = 2.0
-
-
-class MethodNotAllowed(RakvError):
-    """The path exists, but not for this method."""
-
-    http_status = 405
-    code = "method_not_allowed"
 
 
 def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:

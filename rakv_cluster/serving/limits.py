@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from rakv_cluster.errors import Overloaded
+from rakv_cluster.errors import RateLimited
 from rakv_cluster.serving.keys import TenantLimits
 
 _WINDOW_S = 60.0
-
-
-class RateLimited(Overloaded):
-    """The tenant's own limit is used up; others are not affected."""
-
-    code = "rate_limit_exceeded"
 
 
 class TokenBucket:

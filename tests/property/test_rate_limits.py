@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rakv_cluster.errors import RateLimited
 from rakv_cluster.serving.keys import TenantLimits
-from rakv_cluster.serving.limits import RateLimited, TenantMeter, TokenBucket
+from rakv_cluster.serving.limits import TenantMeter, TokenBucket
 
 GAPS = st.lists(st.floats(0, 30), min_size=1, max_size=120)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rakv_cluster.cli.main import app
 from rakv_cluster.config import Settings, load_settings
-from rakv_cluster.errors import ConfigError, PermissionDenied, Unauthenticated
+from rakv_cluster.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate, bearer
 from rakv_cluster.serving.keys import (
     KeyTable,
@@ -23,7 +23,6 @@ from rakv_cluster.serving.keys import (
     read_table,
     write_table,
 )
-from rakv_cluster.serving.limits import RateLimited
 from rakv_cluster.testing.clock import ManualClock
 
 

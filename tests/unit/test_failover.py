@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rakv_cluster.chunking.keys import tail_key
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.errors import DeadlineExceeded, InvalidRequest
+from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, ReplicaLost, RequestRefused
 from rakv_cluster.model.card import ModelCard
-from rakv_cluster.serving.backend import Failover, ReplicaLost, RequestRefused
+from rakv_cluster.serving.backend import Failover
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.types import ChunkedPrompt, FinishReason, SamplingParams
