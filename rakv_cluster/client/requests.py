@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     reuse: Literal["exact", "off"]
+    speculation: Literal["auto", "off", "1", "2", "4", "8"]
 
 
 def chat_body(

@@ -24,6 +24,9 @@ from rakv_cluster.store.base import StoreStats
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.types import Chunk
 
+ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+"""Fields of a request that is only about its prompt: the least there is to generate."""
+
 _LONGEST_PIN_S = 30 * 86400.0
 _LONGEST_OWNER = 64
 

@@ -10,7 +10,7 @@ from typing import Any
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
-from rakv_cluster.serving.cache_api import Looked
+from rakv_cluster.serving.cache_api import ONE_TOKEN, Looked
 from rakv_cluster.serving.openai_format import Totals
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
@@ -44,6 +44,8 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
         "logit_bias": {str(token_id): bias for token_id, bias in message.logit_bias.items()},
         "ignore_eos": message.ignore_eos,
     }
+    if message.speculation:
+        fields["speculation"] = message.speculation
     if message.reuse != generation.REUSE_UNSPECIFIED:
         if message.reuse not in _REUSE:
             raise InvalidRequest(f"unknown value {message.reuse}", field="reuse")
@@ -53,7 +55,7 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
 
 def prompt_request(message: generation.Input) -> GenerationRequest:
     """A request that asks for one greedy token: for operations on a prompt's KV."""
-    return _with_input(message, {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+    return _with_input(message, dict(ONE_TOKEN))
 
 
 def _with_input(message: generation.Input, fields: dict[str, Any]) -> GenerationRequest:
@@ -63,7 +65,9 @@ def _with_input(message: generation.Input, fields: dict[str, Any]) -> Generation
         return validated(ChatRequest, fields | {"messages": messages})
     if message.HasField("prompt"):
         return validated(CompletionRequest, fields | {"prompt": message.prompt})
-    raise InvalidRequest("set input.chat or input.prompt", field="input")
+    if message.HasField("token_ids"):
+        return validated(CompletionRequest, fields | {"prompt": list(message.token_ids.ids)})
+    raise InvalidRequest("set input.chat, input.prompt or input.token_ids", field="input")
 
 
 def choice(index: int, text: str, finish_reason: str) -> generation.Choice:

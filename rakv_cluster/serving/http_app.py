@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 
 import rakv_cluster
 from rakv_cluster import telemetry
+from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import (
-    BodyTooLarge,
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
@@ -25,6 +25,7 @@ from rakv_cluster.errors import (
 from rakv_cluster.serving import openai_format
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.http_access import Access, caller_of
+from rakv_cluster.serving.http_io import error_response, json_response, read_body
 from rakv_cluster.serving.openai_format import ChoiceText, Endpoint, Header
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
@@ -34,6 +35,7 @@ from rakv_cluster.serving.openai_models import (
 )
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.token_api import add_token_routes
 
 _DONE = b"data: [DONE]\n\n"
 _PROBE_TIMEOUT_S = 2.0
@@ -45,7 +47,7 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
     started = int(service.clock.wall_s())
     model = openai_format.model_body(service.model_name, started, service.card.context_tokens)
     _handle_errors(app)
-    app.add_middleware(Access, gate=service.gate, error_response=_error)
+    app.add_middleware(Access, gate=service.gate, error_response=error_response)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
@@ -57,18 +59,18 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         if name != model["id"]:
             raise ModelNotFound(f"the model '{name}' does not exist here", field="model")
-        return _json(model)
+        return json_response(model)
 
     @app.get("/healthz")
     async def healthz() -> Response:
         """This process answers."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/readyz")
     async def readyz() -> Response:
@@ -77,13 +79,14 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
             await asyncio.wait_for(service.backend.describe(), _PROBE_TIMEOUT_S)
         except (asyncio.TimeoutError, RakvError) as error:
             raise Unavailable("no replica is ready", retry_after_s=1.0) from error
-        return _json({"status": "ready", "model": service.model_name})
+        return json_response({"status": "ready", "model": service.model_name})
 
     @app.get("/metrics")
     async def render_metrics() -> Response:
         await _read_replica(service, metrics)
         return Response(metrics.render(), media_type=telemetry.CONTENT_TYPE)
 
+    add_token_routes(app, service)
     return app
 
 
@@ -140,10 +143,10 @@ class _Exchange:
             choices,
             self._service.token_bytes,
             with_logprobs=request.alternatives >= 0,
-            echo=_echo(request),
+            echo=_echo(request, self._service.token_bytes),
         )
         accounts = {"usage": run.totals.usage(), "rakv": run.totals.rakv(run.elapsed_ms())}
-        return _json(body | accounts)
+        return json_response(body | accounts)
 
     async def _events(
         self,
@@ -162,7 +165,7 @@ class _Exchange:
                 self._service.token_bytes,
                 first=update.index not in opened,
                 with_logprobs=request.alternatives >= 0,
-                echo=_echo(request),
+                echo=_echo(request, self._service.token_bytes),
             )
             opened.add(update.index)
             return _event(body)
@@ -181,23 +184,12 @@ class _Exchange:
         yield _DONE
 
 
-def _echo(request: GenerationRequest) -> str:
-    return request.prompt if isinstance(request, CompletionRequest) and request.echo else ""
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
-    is too long, without taking in the rest."""
-    too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes", field="body")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit_bytes:
-        raise too_large
-    parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > limit_bytes:
-            raise too_large
-    return bytes(parts)
+def _echo(request: GenerationRequest, token_bytes: TokenBytes) -> str:
+    """The prompt's text, if it was asked for."""
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        return ""
+    prompt = request.prompt
+    return prompt if isinstance(prompt, str) else token_bytes.text(prompt)
 
 
 async def _read_replica(service: Service, metrics: telemetry.ServiceMetrics) -> None:
@@ -213,37 +205,21 @@ async def _read_replica(service: Service, metrics: telemetry.ServiceMetrics) -> 
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RakvError)
     async def known(request: Request, error: RakvError) -> Response:
-        return _error(error)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            return _error(NotFound(f"no such endpoint: {where}"))
+            return error_response(NotFound(f"no such endpoint: {where}"))
         if error.status_code == 405:
-            return _error(MethodNotAllowed(f"method not allowed: {where}"))
+            return error_response(MethodNotAllowed(f"method not allowed: {where}"))
         raise error
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         # Starlette re-raises it after this response, so the log has the traceback, the client not.
-        return _error(RakvError("internal error; the server's log says more"))
-
-
-def _error(error: RakvError) -> Response:
-    headers = {}
-    if error.http_status in {429, 503}:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1.0)))
-    return Response(
-        to_json(openai_format.error_body(error)),
-        status_code=error.http_status,
-        headers=headers,
-        media_type="application/json",
-    )
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(to_json(body), media_type="application/json")
+        return error_response(RakvError("internal error; the server's log says more"))
 
 
 def _event(body: dict[str, Any]) -> bytes:

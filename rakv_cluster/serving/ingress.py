@@ -17,6 +17,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.routing.directory_follower import follow_directory
 from rakv_cluster.routing.locations import Holders
+from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.grpc_server import GrpcServer
@@ -57,11 +58,10 @@ class Ingress:
             clock=clock,
             seeds=SystemRandom(),
         )
-
+        self._cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
         self._grpc: list[GrpcServer] = []
         if settings.grpc_port:
-            cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
-            surface = GrpcSurface(self._service, self._metrics, cache)
+            surface = GrpcSurface(self._service, self._metrics, self._cache)
             self._grpc.append(await GrpcServer.start(surface, settings, settings.grpc_port))
 
     async def __del__(self) -> None:
@@ -72,6 +72,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._service, self._metrics)
         add_route_explanation(app, self._service, self._replicas)
+        add_cache_routes(app, self._cache, self._service.settings)
         return app
 
 

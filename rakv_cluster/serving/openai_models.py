@@ -8,14 +8,16 @@ unknown ones, refused with the nearest known name. ``null`` means "not given".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic_core import ErrorDetails, from_json
 
@@ -40,13 +42,28 @@ def _join_text_parts(value: object) -> object:
     return value
 
 
-def _only_one(value: object) -> object:
-    """``prompt`` as a text, or as a list that holds exactly one."""
-    if isinstance(value, list):
-        if len(value) != 1 or not isinstance(value[0], str):
-            raise ValueError("must be one text; lists of prompts and token ids do not work here")
-        return value[0]
-    return value
+def is_token_ids(value: object) -> TypeGuard[list[int]]:
+    """Whether this is a list of numbers that can be token ids; of which vocabulary is not asked."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _one_prompt(value: object) -> str | tuple[int, ...]:
+    """``prompt`` as a text or as token ids, or a list that holds exactly one of these."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if is_token_ids(value) and value:
+        return tuple(value)
+    raise ValueError("must be one text or one list of token ids, and not empty")
+
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+    ]
+}
 
 
 class _Strict(BaseModel):
@@ -149,7 +166,9 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[str, BeforeValidator(_only_one), Field(min_length=1)]
+    prompt: Annotated[
+        str | tuple[int, ...], PlainValidator(_one_prompt), WithJsonSchema(_PROMPT_SCHEMA)
+    ]
     logprobs: int = Field(-1, ge=0, le=20)
     echo: bool = False
 
@@ -205,13 +224,18 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
     Raises :class:`InvalidRequest` (bad JSON, wrong type or range, unknown field, conflict) or
     :class:`UnsupportedParameter`; both name the field where there is one.
     """
+    return validated(kind, parse_object(body))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body to its JSON object; raises :class:`InvalidRequest`."""
     try:
         data = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object")
-    return validated(kind, data)
+    return data
 
 
 def validated(kind: type[_Request], data: Mapping[str, Any]) -> _Request:

@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
-from pydantic_core import to_json
 
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.serving.http_access import caller_of
-from rakv_cluster.serving.http_app import read_body
+from rakv_cluster.serving.http_io import json_response, read_body
 from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, parse
 from rakv_cluster.serving.service import Service
 
@@ -36,7 +35,7 @@ def add_route_explanation(app: FastAPI, service: Service, replicas: Explains) ->
         prepared = await service.prepare(parse(kind, body), caller_of(http))
         request = prepared.choices[0].request
         decision = await replicas.explain(request)
-        return Response(to_json(explanation(request, decision)), media_type="application/json")
+        return json_response(explanation(request, decision))
 
 
 def explanation(request: EngineRequest, decision: Decision) -> dict[str, Any]:

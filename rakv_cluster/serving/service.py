@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
@@ -77,9 +77,8 @@ class Service:
 
     async def prepare(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Prepared:
         """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
-        self._check(request)
         started_s = self.clock.monotonic_s()
-        prompt = await self._prompt(request, self.namespace(caller))
+        prompt = await self.prompt(request, caller)
         tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         max_tokens = self._output_limit(request, len(prompt.token_ids), field)
@@ -109,6 +108,20 @@ class Service:
         )
         return Prepared(request_id, choices, len(prompt.token_ids), reuse, tokenize_ms)
 
+    async def prompt(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> ChunkedPrompt:
+        """A request's prompt alone, of any length; raises as :meth:`prepare` does."""
+        self._check(request)
+        return await self._prompt(request, self.namespace(caller))
+
+    def check_ids(self, token_ids: Iterable[int], field: str) -> None:
+        """Raise :class:`InvalidRequest` for an id that the vocabulary does not have."""
+        unknown = next((i for i in token_ids if i >= self.card.vocab_size), None)
+        if unknown is not None:
+            raise InvalidRequest(
+                f"token id {unknown} is not in the vocabulary (0 to {self.card.vocab_size - 1})",
+                field=field,
+            )
+
     async def run(self, prepared: Prepared) -> AsyncGenerator[Update, None]:
         """Updates of all choices; see :func:`run_choices`."""
         updates = run_choices(self.backend, prepared.choices, self.token_bytes)
@@ -129,17 +142,12 @@ class Service:
             _at_most("messages", len(request.messages), self.settings.max_messages)
             if not request.documents and not any(m.content.strip() for m in request.messages):
                 raise InvalidRequest("the prompt is empty: no message has text", field="messages")
-        for field, ids in (
-            ("logit_bias", [int(token_id) for token_id in request.logit_bias]),
-            ("stop_token_ids", request.stop_token_ids),
-        ):
-            unknown = next((i for i in ids if i >= self.card.vocab_size), None)
-            if unknown is not None:
-                raise InvalidRequest(
-                    f"token id {unknown} is not in the vocabulary (0 to "
-                    f"{self.card.vocab_size - 1})",
-                    field=field,
-                )
+        elif isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+            self.check_ids(request.prompt, "prompt")
+            if request.documents:
+                raise InvalidRequest("documents need a prompt that is text", field="documents")
+        self.check_ids((int(token_id) for token_id in request.logit_bias), "logit_bias")
+        self.check_ids(request.stop_token_ids, "stop_token_ids")
 
     async def _prompt(self, request: GenerationRequest, ns: bytes) -> ChunkedPrompt:
         documents = [Document(d.text, d.id) for d in request.documents]
@@ -155,7 +163,9 @@ class Service:
             characters += len(prompt)
 
             def segments() -> Segments:
-                return self._renderer.completion(prompt, documents)
+                if isinstance(prompt, str):
+                    return self._renderer.completion(prompt, documents)
+                return (prompt,)
         else:
             raise TypeError(f"no prompt in a {type(request).__name__}")
 

@@ -89,7 +89,11 @@ def test_a_bad_chat_names_its_field(http: httpx.Client, name: str) -> None:
 BAD_COMPLETIONS = {
     "empty prompt": ({"prompt": ""}, "prompt"),
     "no prompt": ({}, "prompt"),
-    "token ids": ({"prompt": [1, 2]}, "prompt"),
+    "ids and texts": ({"prompt": [1, "a"]}, "prompt"),
+    "two lists of ids": ({"prompt": [[1], [2]]}, "prompt"),
+    "an id below 0": ({"prompt": [-1]}, "prompt"),
+    "an id of no token": ({"prompt": [259]}, "prompt"),
+    "ids and documents": ({"prompt": [1], "documents": [{"text": "a"}]}, "documents"),
     "two prompts": ({"prompt": ["a", "b"]}, "prompt"),
     "messages": ({"prompt": "a", "messages": USER}, "messages"),
     "logprobs 21": ({"prompt": "a", "logprobs": 21}, "logprobs"),

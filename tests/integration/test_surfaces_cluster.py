@@ -91,6 +91,9 @@ def test_what_is_warmed_is_found_on_disk_pinned_and_removed(service: Service) ->
         assert sum(s.records for s in root.stats().shards_by_node.values()) >= chunks
         assert root.evict("q", documents=DOCUMENTS).removed_records == chunks
         assert root.lookup("q", documents=DOCUMENTS).stored_tokens == 0
+    headers = {"Authorization": f"Bearer {service.keys['root']}"}
+    stats = httpx.get(f"{service.url}/v1/cache/stats", headers=headers, timeout=60).json()
+    assert len(stats["shards_by_node"]) == 1
 
 
 def test_tenants_share_nothing(service: Service) -> None:

@@ -571,3 +571,17 @@ async def test_stopping_tells_health_checks_and_lets_calls_end() -> None:
 def test_field_numbers_are_never_reused(message: Any) -> None:
     numbers = [field.number for field in message.DESCRIPTOR.fields]
     assert sorted(numbers) == list(range(1, len(numbers) + 1))
+
+
+def test_token_ids_are_a_prompt_too(fresh: Served) -> None:
+    client = fresh.client()
+    client.complete("prompt")
+    by_text = fresh.backend.requests[-1].prompt
+    given_input = generation.Input(token_ids=generation.TokenIds(ids=by_text.token_ids))
+    request = generation.GenerateRequest(input=given_input, speculation="off")
+
+    with grpc.insecure_channel(fresh.target) as channel:
+        channel.unary_unary("/rakv.v1.Generation/Generate")(request.SerializeToString())
+
+    assert fresh.backend.requests[-1].prompt == by_text
+    assert fresh.backend.requests[-1].speculation == "off"

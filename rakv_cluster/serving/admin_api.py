@@ -1,0 +1,90 @@
+"""The cache's operations over HTTP; what they do is in :mod:`rakv_cluster.serving.cache_api`.
+
+Bodies name a prompt (``messages`` or ``prompt``, ``documents``) as for a completion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from rakv_cluster.config import Settings
+from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.http_access import caller_of
+from rakv_cluster.serving.http_io import json_response, read_body
+from rakv_cluster.serving.openai_models import parse_object
+from rakv_cluster.serving.prompt_body import prompt_request, prompt_schema
+
+_OWNER = {"owner": {"type": "string", "minLength": 1, "maxLength": 64}}
+_PIN = {**_OWNER, "ttl_s": {"type": "number", "exclusiveMinimum": 0}}
+
+
+def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
+    """Serve ``/v1/cache/...``."""
+
+    async def body(request: Request) -> dict[str, Any]:
+        return parse_object(await read_body(request, int(settings.body_limit_bytes)))
+
+    @app.post("/v1/cache/warm", openapi_extra=prompt_schema({}))
+    async def warm(request: Request) -> Response:
+        """Compute a prompt's KV and store it."""
+        totals = await cache.warm(prompt_request(await body(request), {}), caller_of(request))
+        return json_response({"usage": totals.usage()})
+
+    @app.post("/v1/cache/lookup", openapi_extra=prompt_schema({}))
+    async def lookup(request: Request) -> Response:
+        """Which of a prompt's chunks are on which nodes' disks."""
+        found = await cache.lookup(prompt_request(await body(request), {}), caller_of(request))
+        return json_response(
+            {
+                "prompt_tokens": found.prompt_tokens,
+                "stored_tokens": found.stored_tokens,
+                "chunks": [asdict(chunk) for chunk in found.chunks],
+            }
+        )
+
+    @app.post("/v1/cache/pin", openapi_extra=prompt_schema(_PIN))
+    async def pin(request: Request) -> Response:
+        """Keep a prompt's chunks from eviction for a time; admin scope."""
+        data = await body(request)
+        prompt, ttl_s = prompt_request(data, _PIN), data.get("ttl_s")
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float):
+            raise InvalidRequest("ttl_s must be a number of seconds", field="ttl_s")
+        pinned = await cache.pin(prompt, caller_of(request), _owner(data), float(ttl_s))
+        return json_response(asdict(pinned))
+
+    @app.post("/v1/cache/unpin", openapi_extra=prompt_schema(_OWNER))
+    async def unpin(request: Request) -> Response:
+        """End an owner's pins of a prompt; admin scope."""
+        data = await body(request)
+        prompt = prompt_request(data, _OWNER)
+        ended = await cache.unpin(prompt, caller_of(request), _owner(data))
+        return json_response({"ended_pins": ended})
+
+    @app.post("/v1/cache/evict", openapi_extra=prompt_schema({}))
+    async def evict(request: Request) -> Response:
+        """Remove a prompt's chunks from all nodes' disks; admin scope."""
+        removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
+        return json_response({"removed_records": removed})
+
+    @app.get("/v1/cache/stats")
+    async def stats(request: Request) -> Response:
+        """Sizes and counters of every node's shard, and of one replica; admin scope."""
+        caller = caller_of(request)
+        shards = await cache.shards(caller)
+        return json_response(
+            {
+                "shards_by_node": {node: asdict(shard) for node, shard in shards.items()},
+                "replica": dict(await cache.replica(caller)),
+            }
+        )
+
+
+def _owner(data: dict[str, Any]) -> str:
+    owner = data.get("owner")
+    if not isinstance(owner, str):
+        raise InvalidRequest("owner must be a text", field="owner")
+    return owner

@@ -1,0 +1,44 @@
+"""Bodies of HTTP requests and responses, in one shape for all endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic_core import to_json
+
+from rakv_cluster.errors import BodyTooLarge, RakvError
+from rakv_cluster.serving.openai_format import error_body
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
+    is too long, without taking in the rest."""
+    too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes", field="body")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise too_large
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit_bytes:
+            raise too_large
+    return bytes(parts)
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """``body`` with status 200."""
+    return Response(to_json(body), media_type="application/json")
+
+
+def error_response(error: RakvError) -> Response:
+    """An error in OpenAI's shape, with ``Retry-After`` where it is worth trying again."""
+    headers = {}
+    if error.http_status in {429, 503}:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1.0)))
+    return Response(
+        to_json(error_body(error)),
+        status_code=error.http_status,
+        headers=headers,
+        media_type="application/json",
+    )
