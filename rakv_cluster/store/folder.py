@@ -62,17 +62,21 @@ class ShardFolder:
         self.path = Path(path)
 
     def create(self) -> str:
-        """Make the folder if needed and return the shard's id; raises ``StoreUnavailable``."""
+        """Make the folder if needed and return the shard's id; raises ``StoreUnavailable``.
+
+        An identity that is missing or damaged is made anew: no record depends on it.
+        """
         identity = self.path / _IDENTITY
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if not identity.exists():
-                fresh = {"shard_id": uuid.uuid4().hex, "format": FOLDER_FORMAT}
+            known = _read_identity(identity)
+            if known is None:
+                known = (uuid.uuid4().hex, FOLDER_FORMAT)
+                fresh = dict(zip(("shard_id", "format"), known, strict=True))
                 _write_atomically(identity, json.dumps(fresh))
-            found = json.loads(identity.read_text())
-            shard_id, version = str(found["shard_id"]), found["format"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
             raise StoreUnavailable(f"shard folder {self.path} is unusable: {error}") from error
+        shard_id, version = known
         if version != FOLDER_FORMAT:
             raise StoreUnavailable(f"shard folder {self.path} has unknown format {version}")
         return shard_id
@@ -102,7 +106,7 @@ class ShardFolder:
         A writer that was merely killed loses nothing, the kernel keeps its pages.
         """
         try:
-            return (self.path / _OPEN).read_text() != _boot_id()
+            return (self.path / _OPEN).read_bytes() != _boot_id().encode()
         except OSError:
             return False
 
@@ -110,7 +114,7 @@ class ShardFolder:
         """The live generation's folder; None before the first one."""
         try:
             name = (self.path / _CURRENT).read_text().strip()
-        except OSError:
+        except (OSError, UnicodeDecodeError):
             return None
         return self.path / name if _is_generation(name) else None
 
@@ -212,6 +216,15 @@ def _parse_meta(page: bytes) -> tuple[int, FileCheck] | None:
         return None
     used_bytes = max(last_page + 1, _META_PAGES) * page_bytes
     return txn_id, FileCheck(page_bytes, used_bytes, map_bytes)
+
+
+def _read_identity(path: Path) -> tuple[str, int] | None:
+    """``(shard id, format)``; None for a file that is missing or says neither."""
+    try:
+        found = json.loads(path.read_text())
+        return str(found["shard_id"]), int(found["format"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _boot_id() -> str:

@@ -231,6 +231,22 @@ def test_a_pointer_to_nowhere_starts_a_fresh_generation(shard, pointer):
     assert write_and_check(shard)["quarantines"] == 0
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[]", b'{"shard_id": 7}'])
+def test_a_damaged_identity_is_made_anew_and_costs_no_record(shard, content):
+    (shard / "shard.json").write_bytes(content)
+
+    assert count_loads_of_store(shard) == (len(NUMBERS), 0, 0)
+    assert write_and_check(shard)["quarantines"] == 0
+
+
+def test_a_folder_full_of_garbage_is_used_all_the_same(shard):
+    for name in ("shard.json", "CURRENT", "OPEN", "writer.lock", "gen-000001/data.mdb"):
+        (shard / name).write_bytes(random.Random(0).randbytes(5000))
+
+    assert count_loads_of_store(shard) == (0, len(NUMBERS), 0)
+    write_and_check(shard)
+
+
 def test_a_shard_of_a_newer_format_is_left_alone(shard):
     identity = shard / "shard.json"
     identity.write_text(identity.read_text().replace('"format": 1', '"format": 2'))
