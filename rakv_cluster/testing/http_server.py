@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -15,7 +15,7 @@ _TIMEOUT_S = 60.0
 
 
 @contextmanager
-def http_server(build: Callable[[], FastAPI]) -> Iterator[str]:
+def http_server(build: Callable[[], Awaitable[FastAPI]]) -> Iterator[str]:
     """Serve what ``build`` makes, on a free loopback port, while the context lasts; its URL.
 
     ``build`` runs in the server's event loop. Raises ``TimeoutError`` if it does not start.
@@ -25,7 +25,7 @@ def http_server(build: Callable[[], FastAPI]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         async def main() -> None:
-            config = uvicorn.Config(build(), log_level="error", lifespan="off")
+            config = uvicorn.Config(await build(), log_level="error", lifespan="off")
             servers.append(uvicorn.Server(config))
             started.set()
             await servers[0].serve(sockets=[listener])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
-import uvicorn
+from fastapi import FastAPI
 
 from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.clock import Clock, SystemClock
@@ -23,8 +20,7 @@ from rakv_cluster.serving.replica import Replica
 from rakv_cluster.serving.service import Service
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.telemetry import ServiceMetrics
-
-_START_TIMEOUT_S = 60.0
+from rakv_cluster.testing.http_server import http_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +46,9 @@ def local_service(
     clock = SystemClock()
     replica = Replica(model, store, settings, clock)
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            build = _Build(model, replica, settings, clock, Random(seed))
-            with _in_thread(build, listener):
-                port = listener.getsockname()[1]
-                yield LocalService(f"http://127.0.0.1:{port}", replica)
+        build = _Build(model, replica, settings, clock, Random(seed))
+        with http_server(build.app) as url:
+            yield LocalService(url, replica)
     finally:
         replica.close()
 
@@ -69,7 +63,7 @@ class _Build:
     clock: Clock
     seeds: Random
 
-    async def server(self) -> uvicorn.Server:
+    async def app(self) -> FastAPI:
         metrics = ServiceMetrics()
         backend = Failover(self.backend, self.clock, metrics)
         service = Service(
@@ -81,28 +75,4 @@ class _Build:
             clock=self.clock,
             seeds=self.seeds,
         )
-        app = create_app(service, metrics)
-        return uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-
-
-@contextmanager
-def _in_thread(build: _Build, listener: socket.socket) -> Iterator[None]:
-    started = threading.Event()
-    servers: list[uvicorn.Server] = []
-
-    async def main() -> None:
-        server = await build.server()
-        servers.append(server)
-        started.set()
-        await server.serve(sockets=[listener])
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="local-service")
-    thread.start()
-    try:
-        if not started.wait(_START_TIMEOUT_S):
-            raise TimeoutError("the local service did not start")
-        yield
-    finally:
-        for server in servers:
-            server.should_exit = True
-        thread.join(_START_TIMEOUT_S)
+        return create_app(service, metrics)

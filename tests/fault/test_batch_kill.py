@@ -50,7 +50,7 @@ def throttle() -> Throttle:
 
 @pytest.fixture
 def url(throttle: Throttle) -> Iterator[str]:
-    def build() -> FastAPI:
+    async def build() -> FastAPI:
         return scripted_app(ScriptedBackend(throttle.answer), Settings(), ManualClock())
 
     with http_server(build) as url:

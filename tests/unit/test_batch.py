@@ -300,7 +300,7 @@ def url() -> Iterator[str]:
             raise RakvError("the engine failed")
         return "An answer."
 
-    def build() -> FastAPI:
+    async def build() -> FastAPI:
         return scripted_app(ScriptedBackend(respond), Settings(), ManualClock())
 
     with http_server(build) as url:
@@ -387,7 +387,7 @@ def test_a_refused_key_stops_the_job_with_exit_code_3(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("One?")
     settings = Settings.model_validate({"api_keys": '{"keys": []}'})
 
-    def build() -> FastAPI:
+    async def build() -> FastAPI:
         return scripted_app(ScriptedBackend(), settings, ManualClock())
 
     with http_server(build) as url:

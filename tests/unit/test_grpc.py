@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -169,8 +170,12 @@ def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> N
     admin = StoreAdmin(
         SimulatedShards([], ManualClock(), np.random.default_rng(0)), tuple, ManualClock()
     )
+
+    async def application() -> FastAPI:
+        return scripted_app(backends[0], Settings(), ManualClock())
+
     with (
-        http_server(lambda: scripted_app(backends[0], Settings(), ManualClock())) as url,
+        http_server(application) as url,
         grpc_server(
             lambda: scripted_service(backends[1], Settings(), ManualClock()), admin
         ) as target,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 import rakv_cluster
 from rakv_cluster.cluster.admin import StoreAdmin
@@ -52,10 +53,13 @@ def services() -> Iterator[Services]:
         backend = ScriptedBackend(lambda prompt: "An answer.")
         return scripted_service(backend, Settings(), ManualClock())
 
+    async def application() -> FastAPI:
+        return create_app(service(), ServiceMetrics())
+
     shards = SimulatedShards([], ManualClock(), np.random.default_rng(0))
     admin = StoreAdmin(shards, tuple, ManualClock())
     with (
-        http_server(lambda: create_app(service(), ServiceMetrics())) as url,
+        http_server(application) as url,
         grpc_server(service, admin) as target,
     ):
         yield Services(url, target)
