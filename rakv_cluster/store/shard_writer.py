@@ -68,6 +68,15 @@ class ShardSettings:
         """
         return (self.budget_bytes * 4 // 3 // _MAP_GRAIN_BYTES + 2) * _MAP_GRAIN_BYTES
 
+    @classmethod
+    def for_map(cls, map_bytes: int) -> ShardSettings:
+        """The largest budget whose map has ``map_bytes``.
+
+        A shard opened with it keeps its map and all its records.
+        """
+        grains = max(map_bytes // _MAP_GRAIN_BYTES - 1, 1)
+        return cls((grains * _MAP_GRAIN_BYTES * 3 - 1) // 4)
+
 
 class ShardWriter:
     """Owns a shard folder. Methods may be called from any thread; writes run on one.

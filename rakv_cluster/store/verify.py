@@ -83,6 +83,10 @@ def main(argv: list[str]) -> int:
         print(f"unusable: {error}")
         return 2
     print(f"{report.records} records, {report.stored_bytes} bytes, {len(report.damaged)} damaged")
+    for key in report.damaged:
+        print(f"damaged: {key.hex()}")
+    if report.unindexed:
+        print(f"{report.unindexed} records are not in the index")
     return 0 if report.ok else 1
 
 
