@@ -39,14 +39,13 @@ class KernelOptions:
     """What :func:`choose_runner` may use.
 
     ``fused`` "auto" takes the fused decoder where the self-check passes, "on" refuses to start
-    without it. ``packed`` "auto" keeps a second copy of the weights, in the CPU kernels' own order,
-    if it fits ``packed_budget_bytes``. ``numerics`` "uniform" wants logits whose bits do not depend
+    without it. A second copy of the weights, in the CPU kernels' own order, is kept if it fits
+    ``packed_budget_bytes`` (0: never). ``numerics`` "uniform" wants logits whose bits do not depend
     on batching, speculation, prefill pieces or reuse (needs the packed copy); "fast" picks the
     fastest kernel for each number of rows, and logits differ by rounding.
     """
 
     fused: Literal["auto", "on", "off"] = "auto"
-    packed: Literal["auto", "off"] = "auto"
     numerics: Literal["uniform", "fast"] = "uniform"
     packed_budget_bytes: int = 4 << 30
 
@@ -113,7 +112,7 @@ def _candidates(
 ) -> Iterator[tuple[str, FusedLlamaRunner]]:
     """Variants of the fused decoder, the wanted one first, the plainest last."""
     if weights.embedding.device.type == "cpu":
-        packed = options.packed == "auto" and pack_all(weights.linears, options.packed_budget_bytes)
+        packed = pack_all(weights.linears, options.packed_budget_bytes)
         kernels = usable_kernels(weights.layers[0].gate_up)
         if options.numerics == "uniform" and packed and Kernel.PACKED in kernels:
             yield _UNIFORM, FusedLlamaRunner(weights, rows=UNIFORM_ROWS, uniform=True)

@@ -12,6 +12,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_model
+from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica
@@ -31,6 +32,11 @@ class Worker:
             device=settings.device,
             dtype=settings.dtype,
             threads=settings.threads_per_replica,
+            kernels=KernelOptions(
+                fused=settings.fused,
+                numerics=settings.numerics,
+                packed_budget_bytes=settings.packed_budget_bytes,
+            ),
         )
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
         store = open_store(settings, memory, clock)

@@ -47,7 +47,7 @@ def test_a_llama_gets_the_fused_decoder_and_its_bits_do_not_depend_on_packing() 
 
 
 def test_fast_numerics_differ_by_rounding_and_say_by_how_much() -> None:
-    chosen = choose(numerics="fast", packed="off")
+    chosen = choose(numerics="fast", packed_budget_bytes=0)
     assert isinstance(chosen.runner, FusedLlamaRunner)
     assert packed_bytes(chosen.runner) == 0
     assert not chosen.numerics.bitwise
