@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -62,8 +63,9 @@ def explain(
 def explanation_table(content: dict[str, Any]) -> Table:
     """The answer of ``/v1/route/explain``, the chosen replica first."""
     table = Table(
+        box=SIMPLE,  # fits a terminal of 80 columns
         title=f"{content['prompt_tokens']} prompt tokens -> {content['chosen']} "
-        f"({content['reason']})"
+        f"({content['reason']})",
     )
     for heading in ("replica", *_COLUMNS):
         table.add_column(heading.removesuffix("_ms").replace("_", " "), justify="right")
@@ -72,5 +74,6 @@ def explanation_table(content: dict[str, Any]) -> Table:
         key=lambda line: (line["replica"] != content["chosen"], line["expected_ms"]),
     )
     for line in lines:
-        table.add_row(line["replica"], *(f"{line[name]:.1f}" for name in _COLUMNS))
+        *terms, tokens = (line[name] for name in _COLUMNS)
+        table.add_row(line["replica"], *(f"{ms:.1f}" for ms in terms), str(tokens))
     return table

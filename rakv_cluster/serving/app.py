@@ -28,6 +28,7 @@ APP_NAME = "rakv"
 _INGRESS_REQUESTS = 1024
 _SPARE_REQUESTS = 16
 _FIGURES_TIMEOUT_S = 10.0
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _ROUTER = "rakv_cluster.routing.request_router:ExpectedTimeRouter"
 
 
@@ -87,6 +88,11 @@ def running(settings: Settings, *, on_ray: Callable[[], None] = lambda: None) ->
     signal handlers, since Ray installs its own. A store folder that cannot be used costs the disk
     tier only. Raises :class:`ConfigError` if it cannot start. Stops exactly what it started.
     """
+    if os.environ.get(_HAPROXY, "0") == "1":
+        raise ConfigError(
+            f"{_HAPROXY}=1: in HAProxy mode Serve goes around request routers and binds every "
+            "address; unset it"
+        )
     notices: tuple[str, ...] = ()
     if settings.store == "tiered" and (problem := disk_problem(settings.store_path)):
         notices = (f"serving without the disk tier, its folder cannot be used: {problem}",)

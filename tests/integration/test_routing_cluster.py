@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from rakv_cluster.cli.local_service import LocalService
+from rakv_cluster.cli.main import app
 from rakv_cluster.testing.processes import served, workers
 from rakv_cluster.testing.waiting import eventually
 
@@ -92,6 +95,17 @@ def test_an_explanation_generates_nothing_and_adds_up(http: httpx.Client) -> Non
         assert 2 * line["expected_ms"] == pytest.approx(sum(terms))
     refused = http.post(EXPLAIN, json={"prompt": ""})
     assert refused.status_code == 400
+
+
+def test_the_command_shows_the_explanation(
+    service: LocalService, http: httpx.Client, tmp_path: Path
+) -> None:
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps(body("shown")))
+    shown = CliRunner().invoke(app, ["route", "explain", str(request), "--url", service.base_url])
+    assert shown.exit_code == 0
+    for line in explained(http, "shown")["replicas"]:
+        assert line["replica"] in shown.stdout
 
 
 def test_one_hot_document_spreads_when_its_replica_is_busy(http: httpx.Client) -> None:

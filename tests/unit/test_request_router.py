@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.errors import ConfigError
 from rakv_cluster.routing.hot_set import encode_hot_set
 from rakv_cluster.routing.report import ReplicaReport, encode_report
 from rakv_cluster.routing.request_router import ExpectedTimeRouter, ScoreGuard
 from rakv_cluster.routing.ticket import Fallback, RouteTicket
+from rakv_cluster.serving.app import running
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode
 
@@ -214,3 +217,9 @@ def test_a_replica_that_left_and_what_it_had_is_forgotten(router: Router) -> Non
     assert router.ranks(pending(engine_request("q2"), RouteTicket()))[0] in (["a"], ["c"])
     router.completed("b")
     assert len(router.subject._heard) == 2
+
+
+def test_serves_haproxy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ConfigError, match="HAProxy"), running(Settings()):
+        pytest.fail("it started")

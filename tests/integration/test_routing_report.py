@@ -1,0 +1,69 @@
+"""What a replica tells the routers, measured by a real engine."""
+
+from __future__ import annotations
+
+import math
+
+import httpx
+import pytest
+
+from rakv_cluster.engine.request import RequestStats
+from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.routing.report import MAX_PACES, decode_report, encode_report
+from rakv_cluster.serving.routing_report import Paces
+from rakv_cluster.testing.service import LocalService, StartLocal
+
+
+def ask(http: httpx.Client, **fields: object) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hello " * 60}],
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    http.post("/v1/chat/completions", json={**body, **fields}).raise_for_status()
+
+
+def test_every_cost_is_known_from_the_start(local: LocalService) -> None:
+    heard = decode_report(encode_report(local.replica.routing_report(), wall_s=1.7e9))
+    assert not any(math.isnan(value) for value in heard.numbers())
+    assert heard.prefill_ms > 0
+    assert heard.token_ms > 0
+    assert heard.open_requests == heard.backlog_ms == 0
+
+
+def test_pace_is_learned_by_kind_of_work(local: LocalService, http: httpx.Client) -> None:
+    ask(http)
+    http.post(
+        "/v1/completions", json={"prompt": "Hello", "max_tokens": 16, "ignore_eos": True}
+    ).raise_for_status()
+    report = local.replica.routing_report()
+    assert set(report.pace) == {"chat/", "completions/"}
+    assert report.token_ms <= min(report.pace.values())
+
+
+def test_loads_cost_the_router_what_they_cost_the_planner(start_local: StartLocal) -> None:
+    priced = start_local(price_loads=True).replica.routing_report()
+    unpriced = start_local(price_loads=False).replica.routing_report()
+    assert min(priced.ram_ms, priced.disk_ms, priced.remote_ms, priced.chunk_ms) > 0
+    assert (unpriced.ram_ms, unpriced.disk_ms, unpriced.remote_ms, unpriced.chunk_ms) == (0,) * 4
+
+
+def test_pace_is_that_of_a_request_alone() -> None:
+    costs = Costs(step_tokens=512)
+    for rows, ms in ((1, 10.0), (4, 20.0)):
+        costs.observe_decode(rows, ms)
+    paces = Paces()
+    paces.observe("alone", RequestStats(output_tokens=11, decode_ms=100.0), costs.view(0.0), 1)
+    paces.observe("batch", RequestStats(output_tokens=11, decode_ms=200.0), costs.view(0.0), 4)
+    paces.observe("short", RequestStats(output_tokens=2, decode_ms=500.0), costs.view(0.0), 1)
+    assert paces.by_kind() == {"alone": pytest.approx(10.0), "batch": pytest.approx(10.0)}
+
+
+def test_paces_are_bounded() -> None:
+    costs, paces = Costs(step_tokens=512).view(0.0), Paces()
+    for number in range(100):
+        stats = RequestStats(output_tokens=20, decode_ms=100.0)
+        paces.observe(f"kind{number}", stats, costs, 1)
+    assert len(paces.by_kind()) == MAX_PACES
+    assert "kind99" in paces.by_kind()
