@@ -114,7 +114,7 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         if not args or not isinstance(args[0], EngineRequest):
             return self._two_at_random(candidate_replicas)
         ticket = args[1] if len(args) > 1 and isinstance(args[1], RouteTicket) else RouteTicket()
-        if why := self._guard.resting():
+        if not ticket.trial and (why := self._guard.resting()):
             ticket.fallbacks += why
             return self._two_at_random(candidate_replicas)
         try:
@@ -178,7 +178,7 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
             self._policy.book(asked, decision, best)
             self._booked[request.request_id] = _Routed(asked, decision, best)
             _bound(self._booked)
-        self._guard.took(self._clock.monotonic_s() - started_s)
+            self._guard.took(self._clock.monotonic_s() - started_s)
         ranked = [by_name[name] for name in decision.order]
         rest = [each for name, each in by_name.items() if name not in decision.order]
         return [*([each] for each in ranked), *([rest] if rest else [])]

@@ -29,7 +29,7 @@ class RouteTicket:
     """Hints for the router; ``decisions`` and ``fallbacks`` are its answers, newest last.
 
     ``output_tokens`` is the expected length of the answer, ``holders`` what the directory knows.
-    A ``trial`` is scored but not booked.
+    A ``trial`` is always scored, and not booked.
     """
 
     output_tokens: float = 128.0

@@ -79,9 +79,9 @@ class HandleBackend:
                     self._metrics.routed.labels(reason).inc()
 
     async def explain(self, request: EngineRequest) -> Decision:
-        """How the router would decide on ``request`` now; nothing is generated.
+        """How the score would decide on ``request`` now; nothing is generated.
 
-        Raises :class:`Unavailable` while requests are routed without the score.
+        Raises :class:`Unavailable` if it cannot.
         """
         ticket = replace(self._ticket(request), trial=True)
         # From the handle that generates, so that it is the same router that is asked.
@@ -89,7 +89,7 @@ class HandleBackend:
         with _translated():
             await ask.remote(request, ticket)
         if not ticket.decisions:
-            raise Unavailable("requests are routed without scores now", retry_after_s=1.0)
+            raise Unavailable("the score failed; the log says more", retry_after_s=1.0)
         return ticket.decisions[-1]
 
     def _ticket(self, request: EngineRequest) -> RouteTicket:

@@ -132,10 +132,15 @@ class SimulatedWorker:
         """Prompt tokens of all open requests."""
         return sum(job.request.prompt_tokens for job in self.jobs.values())
 
+    @property
+    def _may_start(self) -> bool:
+        return not self._prefilling and self._decoding < self.hardware.slots
+
     def submit(self, job: Job, now_ms: float) -> None:
         """Queue a request."""
         self.jobs[job.request.request_id] = job
-        _, job.estimate_ms, job.reused_tokens = self._plan(job.request)
+        if not self._may_start or self._queue:  # else it is planned at once, to start
+            _, job.estimate_ms, job.reused_tokens = self._plan(job.request)
         self._queued_ms += job.estimate_ms
         self._queue.append(job)
         self._advance(now_ms)
@@ -175,7 +180,7 @@ class SimulatedWorker:
 
     def _advance(self, now_ms: float) -> None:
         """Start the next prefill if it can start now."""
-        if self._prefilling or not self._queue or self._decoding >= self.hardware.slots:
+        if not self._queue or not self._may_start:
             return
         job = self._queue.popleft()
         self._queued_ms = max(self._queued_ms - job.estimate_ms, 0.0)

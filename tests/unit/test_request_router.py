@@ -163,6 +163,10 @@ def test_a_failing_score_is_not_a_failing_request(router: Router) -> None:
     router.ranks(pending(engine_request(), after))
     assert after.reasons() == ["score_failed"]  # at rest for a second
 
+    trial = RouteTicket(trial=True)
+    router.ranks(pending(engine_request(), trial))
+    assert trial.reasons() == ["fastest"]
+
 
 def test_no_candidate_is_no_choice(router: Router) -> None:
     asked = pending(engine_request(), RouteTicket())
