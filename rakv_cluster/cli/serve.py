@@ -70,9 +70,10 @@ def serve(
     chosen = load_settings({**given, **_pairs(extra)}, file=config)
     # Imported late, like Ray below: `rakv --help` must not wait for torch.
     from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
+    from rakv_cluster.model.loader import check_model  # noqa: PLC0415
 
     # What can fail fast does so here: a wrong model name must not cost a start of Ray.
-    resolve(chosen.model, chosen.cache_path)
+    check_model(resolve(chosen.model, chosen.cache_path), device=chosen.device)
     _check_port(chosen.host, chosen.port)
     run(chosen, Console(stderr=True, soft_wrap=True))
 

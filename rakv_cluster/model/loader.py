@@ -63,10 +63,8 @@ def load_model(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    folder = local_folder(source)
     where = _device(device)
-    config = _load_config(folder)
-    check_config(config)
+    folder, config = _checked(source)
     tokenizer = load_tokenizer(str(folder))
     model = _load_weights(folder, config, _dtype(dtype, where)).to(where)
     built = choose_runner(model, context_tokens=supported_context_tokens(config), options=kernels)
@@ -88,6 +86,13 @@ def load_model(
         near_tie_eps=built.numerics.near_tie_eps,
     )
     return LoadedModel(built.runner, tokenizer, card)
+
+
+def check_model(source: str, *, device: str = "cpu") -> None:
+    """Raise what :func:`load_model` would for a model or device that is not there, and for an
+    architecture that cannot work. Downloads a Hugging Face model, reads no weights."""
+    _device(device)
+    _checked(source)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
@@ -142,6 +147,14 @@ def _dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype must be auto, {', '.join(_DTYPES)}", field="dtype")
     return _DTYPES[name]
+
+
+def _checked(source: str) -> tuple[Path, PreTrainedConfig]:
+    """The model's folder and its configuration, of an architecture that can work."""
+    folder = local_folder(source)
+    config = _load_config(folder)
+    check_config(config)
+    return folder, config
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from rakv_cluster.cli.ask import summary
 from rakv_cluster.cli.main import app
 from rakv_cluster.client import Answer
 from rakv_cluster.config import Settings
+from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_llama
 
 CLI = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 
@@ -69,10 +70,21 @@ def test_a_port_in_use_is_found_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
-        result = CLI.invoke(app, ["serve", "--model", str(tmp_path), "--port", str(port)])
+        model = save_tiny_model(tmp_path, tiny_llama())
+        result = CLI.invoke(app, ["serve", "--model", str(model), "--port", str(port)])
 
     assert result.exit_code == 2
     assert f"cannot bind 127.0.0.1:{port}" in result.stderr
+
+
+def test_a_folder_without_a_model_is_found_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # else a service would start
+        port = str(taken.getsockname()[1])
+
+        result = CLI.invoke(app, ["serve", "--model", str(tmp_path), "--port", port])
+
+    assert result.exit_code == 2
+    assert f"cannot read the model in {tmp_path}" in result.stderr
 
 
 def test_the_summary_says_what_was_reused() -> None:
