@@ -31,7 +31,7 @@ def decision_us(replicas: int, *, chunks: int, rounds: int = 300) -> float:
             ReplicaReport(
                 backlog_ms=float(100 * rng.random()), open_requests=2.0, slots=16.0,
                 prefill_ms=0.1, prefill_slope_ms=1e-6, ram_ms=0.001, disk_ms=0.01,
-                remote_ms=0.02, chunk_ms=0.3, token_ms=20.0, token_ms_slope=0.5,
+                remote_ms=0.02, chunk_ms=0.3, token_ms=20.0, token_ms_slope=0.5, hold_ms=2000.0,
                 hot=encode_hot_set([*held, *others]),
             ),
         )  # fmt: skip

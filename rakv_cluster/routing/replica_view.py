@@ -23,7 +23,8 @@ _COSTS = FIELDS[FIELDS.index("slots") :]
 _NEEDED = ("prefill_ms", "token_ms")
 # Where no replica says: loading gains nothing, and what grows with load does not.
 _DEFAULTS: Mapping[str, float] = {
-    "slots": 1.0, "prefill_slope_ms": 0.0, "chunk_ms": 0.0, "token_ms_slope": 0.0
+    "slots": 1.0, "prefill_slope_ms": 0.0, "chunk_ms": 0.0, "token_ms_slope": 0.0,
+    "hold_ms": 0.0,
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ _NUMBERS: Mapping[str, tuple[float, float]] = {
     "chunk_ms": (0.0, 1e4),
     "token_ms": (1e-3, 1e5),
     "token_ms_slope": (0.0, 1e4),
+    "hold_ms": (0.0, 3.6e6),
 }
 FIELDS = tuple(_NUMBERS)
 _PLAUSIBLE = {**_NUMBERS, "at_s": (0.0, 1e11)}
@@ -56,6 +57,7 @@ class ReplicaReport:
     chunk_ms: float = math.nan
     token_ms: float = math.nan
     token_ms_slope: float = math.nan
+    hold_ms: float = math.nan
     pace: Mapping[str, float] = field(default_factory=dict)
     hot: bytes = b""
     at_s: float = math.nan

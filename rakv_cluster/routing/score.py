@@ -62,6 +62,7 @@ class Fleet:
                           seen any, what it expects, rather too little than too much, so that it
                           gets to see some
     ``token_ms_slope``    what that grows by per other open request
+    ``hold_ms``           for which a request kept its slot, the last ones on average
 
     ``measured`` is false as long as no replica has reported costs; the others are then unused.
     """
@@ -77,6 +78,7 @@ class Fleet:
     chunk_ms: Floats
     token_ms: Floats
     token_ms_slope: Floats
+    hold_ms: Floats
     measured: bool = True
 
 
@@ -107,7 +109,8 @@ def score(work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet) -> Scores:
     load_ms, prefill_ms, reused = _reuse(work, reach, ends, fleet)
     decode_ms = work.output_tokens * (fleet.token_ms + fleet.token_ms_slope * fleet.open_requests)
     excess = np.maximum(fleet.open_requests - fleet.slots + 1, 0.0)
-    slot_wait_ms = decode_ms * excess / fleet.slots
+    # Those in front are like the last ones or, where those were short, like this one.
+    slot_wait_ms = np.maximum(decode_ms, fleet.hold_ms) * excess / fleet.slots
     return Scores(
         backlog_ms=fleet.backlog_ms,
         slot_wait_ms=slot_wait_ms,

@@ -16,6 +16,7 @@ from rakv_cluster.types import Tier
 _DEPTH_TOKENS = 4096
 _BATCH = 8
 _PACE_GAIN = 0.2
+_HOLD_GAIN = 0.1
 _LEAST_TOKENS = 8
 
 
@@ -65,9 +66,12 @@ class RoutingReporter:
         self._load_price = float(price_loads)
         self._newest_keys = newest_keys
         self._paces = Paces()
+        self._hold_ms = 0.0
 
     def ended(self, request: EngineRequest, stats: RequestStats) -> None:
         """Learn from a request that ended."""
+        held_ms = stats.prefill_ms + stats.decode_ms
+        self._hold_ms += _HOLD_GAIN * (held_ms - self._hold_ms)
         batch = self._engine.stats().running
         self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)
 
@@ -94,6 +98,7 @@ class RoutingReporter:
             chunk_ms=LOAD_FIXED_MS * self._load_price,
             token_ms=min((plain_ms, *paces.values())),
             token_ms_slope=max(costs.decode_ms(_BATCH) - plain_ms, 0.0) / (_BATCH - 1),
+            hold_ms=self._hold_ms,
             pace=paces,
             hot=encode_hot_set(self._newest_keys(CAPACITY)),
         )

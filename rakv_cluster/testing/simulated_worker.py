@@ -23,6 +23,7 @@ from rakv_cluster.speculation.cost_model import ARMS, StepCosts
 from rakv_cluster.testing.simulated_store import KvTier, SimulatedNode
 
 _RATE_GAIN = 0.5
+_HOLD_GAIN = 0.1
 _PRIOR_ACCEPTANCE = 0.5
 _STEPS = StepCosts((1, 2, 4, 8, 16), (20.0, 20.5, 22.0, 26.0, 36.0))
 
@@ -114,6 +115,7 @@ class SimulatedWorker:
         self._disk_ms = hardware.disk_ms
         self._pace = functools.cache(hardware.pace_ms)
         self._seen: dict[str, float] = {}
+        self._hold_ms = 0.0
         self._hot = b""
         self._ram_changed = True
 
@@ -168,6 +170,7 @@ class SimulatedWorker:
             chunk_ms=hw.chunk_ms,
             token_ms=self._pace(""),
             token_ms_slope=hw.step_slope_ms,
+            hold_ms=self._hold_ms,
             pace=dict(list(self._seen.items())[:MAX_PACES]),
             hot=self._hot_set(),
         )
@@ -211,6 +214,7 @@ class SimulatedWorker:
         hw = self.hardware
         slowed = 1 + hw.step_slope_ms * (self._decoding - 1) / hw.steps.at(1)
         decode_ms = job.output_tokens * self._pace(job.request.kind) * slowed
+        self._hold_ms += _HOLD_GAIN * (decode_ms - self._hold_ms)
         self._schedule(decode_ms, partial(self._finished, job, now_ms + decode_ms))
         self._advance(now_ms)
 

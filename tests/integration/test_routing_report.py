@@ -40,6 +40,7 @@ def test_pace_is_learned_by_kind_of_work(local: LocalService, http: httpx.Client
     report = local.replica.routing_report()
     assert set(report.pace) == {"chat/", "completions/"}
     assert report.token_ms <= min(report.pace.values())
+    assert report.hold_ms > 0
 
 
 def test_loads_cost_the_router_what_they_cost_the_planner(start_local: StartLocal) -> None:

@@ -168,7 +168,8 @@ absurd = st.one_of(
 )
 FIELDS = [
     "format", "at_s", "backlog_ms", "open_requests", "slots", "prefill_ms", "prefill_slope_ms",
-    "ram_ms", "disk_ms", "remote_ms", "chunk_ms", "token_ms", "token_ms_slope", "pace", "hot",
+    "ram_ms", "disk_ms", "remote_ms", "chunk_ms", "token_ms", "token_ms_slope", "hold_ms", "pace",
+    "hot",
 ]  # fmt: skip
 stats = st.one_of(
     absurd,

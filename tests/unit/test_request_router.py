@@ -58,7 +58,7 @@ def stats(wall_s: float = 0.0, **changes: Any) -> dict[str, Any]:
     usual = {
         "backlog_ms": 0.0, "open_requests": 0.0, "slots": 8.0, "prefill_ms": 1.0,
         "prefill_slope_ms": 0.0, "ram_ms": 0.001, "disk_ms": 0.1, "remote_ms": 0.2,
-        "chunk_ms": 0.1, "token_ms": 10.0, "token_ms_slope": 0.0,
+        "chunk_ms": 0.1, "token_ms": 10.0, "token_ms_slope": 0.0, "hold_ms": 0.0,
     }  # fmt: skip
     return encode_report(ReplicaReport(**{**usual, **changes}), wall_s)
 

@@ -35,7 +35,7 @@ def report(**changes: object) -> ReplicaReport:
     usual: dict[str, object] = {
         "backlog_ms": 0.0, "open_requests": 0.0, "slots": 16.0, "prefill_ms": 1.0,
         "prefill_slope_ms": 0.0, "ram_ms": 0.01, "disk_ms": 0.1, "remote_ms": 0.3,
-        "chunk_ms": 0.3, "token_ms": 20.0, "token_ms_slope": 0.0,
+        "chunk_ms": 0.3, "token_ms": 20.0, "token_ms_slope": 0.0, "hold_ms": 0.0,
     }  # fmt: skip
     return ReplicaReport(**{**usual, **changes})  # type: ignore[arg-type]  # a test's shorthand
 
@@ -230,6 +230,15 @@ def test_costs_of_a_silent_replica_become_those_of_the_others() -> None:
     router.hear("b")
     scores = router.policy.decide(request()).scores
     assert scores.prefill_ms.tolist() == [420.0] * 3
+
+
+def test_a_full_replica_is_expected_to_free_slots_at_its_usual_pace() -> None:
+    router = Router()
+    router.hear("a", open_requests=16.0, hold_ms=8000.0)  # of 16 slots
+    router.hear("b", open_requests=19.0, hold_ms=8000.0)
+    router.hear("c", open_requests=15.0, hold_ms=8000.0)
+    waits_ms = router.policy.decide(request()).scores.slot_wait_ms
+    assert waits_ms.tolist() == [500.0, 2000.0, 0.0]
 
 
 def test_a_new_replica_takes_work_before_it_reports() -> None:
