@@ -23,6 +23,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -129,6 +130,12 @@ class Settings(BaseModel):
     )
     start_timeout_s: Seconds = Field(600.0, description="longest time to load and become ready")
 
+    @field_validator("api_keys_file")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        # The process that reads it may have been started in another folder.
+        return path if path == Path() else path.expanduser().absolute()
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if self.chunk_min_tokens > self.chunk_max_tokens:
@@ -153,11 +160,6 @@ class Settings(BaseModel):
         """The store's folder, defaults applied."""
         chosen = self.store_dir.expanduser()
         return chosen if chosen != Path() else self.cache_path / "store"
-
-    @property
-    def api_keys_path(self) -> Path:
-        """``api_keys_file`` with ``~`` expanded; ``Path()`` if there is none."""
-        return self.api_keys_file.expanduser()
 
     @property
     def has_api_keys(self) -> bool:

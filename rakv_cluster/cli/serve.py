@@ -16,6 +16,7 @@ from rich.table import Table
 
 from rakv_cluster.config import Settings, load_settings
 from rakv_cluster.errors import ConfigError
+from rakv_cluster.serving.auth import configured_keys
 
 if TYPE_CHECKING:
     from rakv_cluster.serving.app import Running
@@ -73,8 +74,11 @@ def serve(
     from rakv_cluster.model.loader import check_model  # noqa: PLC0415
 
     # What can fail fast does so here: a wrong model name must not cost a start of Ray.
+    configured_keys(chosen)
     check_model(resolve(chosen.model, chosen.cache_path), device=chosen.device)
-    _check_port(chosen.host, chosen.port)
+    _check_port(chosen.host, chosen.port, "port")
+    if chosen.grpc_port:
+        _check_port(chosen.grpc_host, chosen.grpc_port, "grpc_port")
     run(chosen, Console(stderr=True, soft_wrap=True))
 
 
@@ -142,13 +146,13 @@ def _pairs(extra: list[str] | None) -> dict[str, str]:
     return pairs
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, field: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}", field="port") from (
+            raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}", field=field) from (
                 error
             )

@@ -62,15 +62,10 @@ class KeyRing:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._clock = clock
-        self._path = settings.api_keys_path
-        self._version: tuple[int, ...] = ()
+        self._path = settings.api_keys_file
+        self._version = _file_version(self._path)
         self._checked_s = clock.monotonic_s()
-        self.table = KeyTable()
-        if self._path != Path():
-            self._version = _file_version(self._path)
-            self.table = read_table(self._path)
-        elif settings.api_keys.get_secret_value():
-            self.table = parse_table(settings.api_keys.get_secret_value(), "RAKV_API_KEYS")
+        self.table = configured_keys(settings)
         self.required = settings.has_api_keys
 
     def refresh(self) -> bool:
@@ -90,6 +85,13 @@ class KeyRing:
             return False
         log.info("API keys read again: %d", len(self.table.keys))
         return True
+
+
+def configured_keys(settings: Settings) -> KeyTable:
+    """The keys that the settings name; raises :class:`ConfigError` if they cannot be read."""
+    if settings.api_keys_file != Path():
+        return read_table(settings.api_keys_file)
+    return parse_table(settings.api_keys.get_secret_value(), "RAKV_API_KEYS")
 
 
 def _file_version(path: Path) -> tuple[int, ...]:

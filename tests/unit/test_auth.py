@@ -253,6 +253,23 @@ def test_bearer_takes_the_key_out_of_the_header() -> None:
     ]  # fmt: skip
 
 
+def test_the_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    settings = load_settings({"api_keys_file": "keys.yaml"}, environ={})
+
+    assert settings.api_keys_file == tmp_path / "keys.yaml"
+
+
+def test_serve_refuses_keys_that_cannot_be_read_at_once(tmp_path: Path) -> None:
+    missing = tmp_path / "gone.yaml"
+
+    done = CliRunner().invoke(app, ["serve", "--set", f"api_keys_file={missing}"])
+
+    assert done.exit_code == 2
+    assert "gone.yaml" in done.output
+
+
 def test_the_key_command_makes_lists_limits_and_revokes(tmp_path: Path) -> None:
     run, file = CliRunner().invoke, tmp_path / "keys.yaml"
     options = ["--file", str(file)]
