@@ -107,11 +107,11 @@ class RowPlan:
 PLAIN_ROWS = RowPlan((), Kernel.PLAIN)
 """What ``F.linear`` does anyway."""
 
-UNIFORM_ROWS = RowPlan((RowChoice(2, 3, Kernel.PACKED),), Kernel.PACKED)
+UNIFORM_ROWS = RowPlan((RowChoice(3, 4, Kernel.PACKED),), Kernel.PACKED)
 """Every row on the packed kernel, so that its bits do not depend on the rows beside it.
 
 One row alone takes another code path in oneDNN (weights with many columns differ in the last bit),
-and three rows cost no more than two.
+and four to six rows cost less than two or three.
 """
 
 Costs = Mapping[Kernel, Mapping[int, float]]

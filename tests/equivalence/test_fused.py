@@ -306,7 +306,7 @@ def test_a_step_writes_its_own_slots_and_no_others(grouped: Reference) -> None:
     buffer = grouped.buffer()
     runner.forward(grouped.step([(0, buffer, every(0, 40))]))
     before = buffer.data.clone()
-    runner.forward(grouped.step([(0, buffer, every(40, 41))]))  # padded to three rows
+    runner.forward(grouped.step([(0, buffer, every(40, 41))]))  # padded to four rows
     changed = (buffer.data != before).any(dim=4).any(dim=2).all(dim=0).all(dim=0)
     assert changed.nonzero().flatten().tolist() == [40]
     assert buffer.length == 0
