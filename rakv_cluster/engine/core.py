@@ -44,7 +44,6 @@ from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.types import FinishReason, Tier
 
-
 _LOAD_GRACE_S = 0.002
 
 
