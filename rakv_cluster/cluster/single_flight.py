@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rakv_cluster.cluster.messages import parse_flag, parse_leases
 from rakv_cluster.cluster.peers import Answer, Call, Peers
 from rakv_cluster.cluster.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Who computes what: ``mine`` now, ``theirs`` is being computed; seconds until that ends."""
-
-    mine: tuple[bytes, ...]
-    theirs: Mapping[bytes, float]
+from rakv_cluster.store.flight import Claim
 
 
 def claim(

@@ -24,11 +24,12 @@ from rakv_cluster.cluster.messages import (
 from rakv_cluster.cluster.peers import Answer, Call, Peers, Transport
 from rakv_cluster.cluster.remote import RemoteShards
 from rakv_cluster.cluster.settings import ClientLimits
-from rakv_cluster.cluster.single_flight import Claim, claim, release
+from rakv_cluster.cluster.single_flight import claim, release
 from rakv_cluster.kv.codec import EncodedRecord, encode
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.store.base import Found, Loaded, LoadItem, StoreStats
 from rakv_cluster.store.counters import Counters
+from rakv_cluster.store.flight import Claim
 from rakv_cluster.store.lmdb_shard import ShardReader
 from rakv_cluster.store.worker_thread import WorkerThread
 from rakv_cluster.types import Tier
@@ -139,16 +140,13 @@ class NodeStore:
     # Single flight.
 
     def claim(self, keys: Sequence[bytes], holder: str, ttl_s: float) -> Claim:
-        """Which of the missing ``keys`` this request is to compute, and which others do now.
-
-        A lease ends when the record is announced, by :meth:`release`, or after ``ttl_s``.
-        """
+        """See :class:`~rakv_cluster.store.flight.SingleFlight`."""
         timeout_s = self._limits.lookup_timeout_s
         placement = self._remote.placement
         return claim(self._peers, placement, keys, holder, ttl_s=ttl_s, timeout_s=timeout_s)
 
     def release(self, keys: Sequence[bytes], holder: str) -> None:
-        """Give up the leases of a request that will not store its records."""
+        """See :class:`~rakv_cluster.store.flight.SingleFlight`."""
         timeout_s = self._limits.lookup_timeout_s
         release(self._peers, self._remote.placement, keys, holder, timeout_s=timeout_s)
 

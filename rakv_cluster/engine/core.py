@@ -42,9 +42,8 @@ from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.types import FinishReason, Tier
-
-_LOAD_GRACE_S = 0.002
 
 
 class EngineCore:
@@ -61,17 +60,16 @@ class EngineCore:
         settings: EngineSettings,
         clock: Clock,
         numeric_class: str,
+        flight: SingleFlight = NO_FLIGHT,
         loaders: Workers,
         savers: Workers,
         wake: Callable[[], None] = lambda: None,
-        wait: Callable[[float], object] = lambda _: None,
         closed: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._runner = runner
         self._settings = settings
         self._clock = clock
         self._closed = closed
-        self._wait = wait
         self._pool = BufferPool(
             runner.layout,
             budget_bytes=settings.kv_budget_bytes,
@@ -92,6 +90,7 @@ class EngineCore:
         self._keeper = Keeper(self._saver, cuts, limits)
         self._prefixes = Prefixes(
             store=store,
+            flight=flight,
             pool=self._pool,
             layout=runner.layout,
             costs=self._costs,
@@ -195,12 +194,7 @@ class EngineCore:
             if sequence.deadline_s <= now_s:
                 self._end(sequence.request.request_id, FinishReason.DEADLINE)
         advanced = self._prefixes.poll(self._active.values())
-        if self._admit():
-            advanced = True
-            if any(each.phase is Phase.LOADING for each in self._active.values()):
-                # A search that finds nothing, or little, is over soon and joins this very step.
-                self._wait(_LOAD_GRACE_S)
-                self._prefixes.poll(self._active.values())
+        advanced |= self._admit()
         self._grow()
         shares = self._plan()
         if shares:
@@ -297,7 +291,7 @@ class EngineCore:
         movable = [
             each.arrival
             for each in self._active.values()
-            if each.phase in (Phase.RUNNING, Phase.JOINING)
+            if each.phase in (Phase.RUNNING, Phase.JOINING, Phase.AWAITING)
         ]
         victim = self._active[choose_victim(movable, needy.arrival)]
         self._keeper.keep_rest(victim, self._costs.view(self._clock.monotonic_s()))
@@ -357,9 +351,12 @@ class EngineCore:
         """Free everything a request holds, after storing what is verified unless it failed."""
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+            self._prefixes.give_up_claims(sequence, kept_tokens=0)
         else:
-            if not failed and sequence.phase is Phase.RUNNING:
+            kept = not failed and sequence.phase is Phase.RUNNING
+            if kept:
                 self._keeper.keep_rest(sequence, self._costs.view(self._clock.monotonic_s()))
+            self._prefixes.give_up_claims(sequence, kept_tokens=sequence.length if kept else 0)
             self._leave(sequence, poisoned=failed)
         sequence.phase = Phase.DONE
         self._drafting.finish(sequence)

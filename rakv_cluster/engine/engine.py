@@ -18,6 +18,7 @@ from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.workers import ThreadWorkers
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Engine:
         settings: EngineSettings,
         clock: Clock,
         numeric_class: str,
+        flight: SingleFlight = NO_FLIGHT,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -69,10 +71,10 @@ class Engine:
             settings=settings,
             clock=clock,
             numeric_class=numeric_class,
+            flight=flight,
             loaders=self._loaders,
             savers=self._savers,
             wake=self._woken.set,
-            wait=self._woken.wait,
             closed=self._closed,
         )
 

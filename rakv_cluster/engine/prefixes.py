@@ -2,7 +2,9 @@
 
 Admission puts a sequence through JOINING (another one holds or computes its prefix) and LOADING (a
 loader thread searches and reads the store) into RUNNING; each stage is skipped where it cannot
-help, and each wait is bounded. The engine thread only copies and polls here, it never blocks.
+help, and each wait is bounded. If another replica computes what the store lacks, LOADING is
+repeated now and then, with AWAITING in between, which occupies no thread. The engine thread only
+copies and polls here, it never blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from rakv_cluster.kv.buffer import BufferPool
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.reuse.assembly import Assembled, LoadJob
 from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.reuse.flights import Departure, give_up
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import SingleFlight
 from rakv_cluster.types import Tier
 
 _SHORTEST_DEADLINE_S = 0.25
@@ -35,6 +39,7 @@ class Prefixes:
         self,
         *,
         store: ChunkStore,
+        flight: SingleFlight,
         pool: BufferPool,
         layout: KvLayout,
         costs: Costs,
@@ -48,6 +53,7 @@ class Prefixes:
         wake: Callable[[], None],
     ) -> None:
         self._store = store
+        self._flight = flight
         self._pool = pool
         self._layout = layout
         self._costs = costs
@@ -65,6 +71,7 @@ class Prefixes:
     def begin(self, sequence: Sequence) -> None:
         """Take an admitted sequence (buffer leased, length 0) into its first phase."""
         sequence.waiting_since_s = self._clock.monotonic_s()
+        sequence.flight_until_s = -1.0
         sequence.restart_reuse()
         if not sequence.use_store:
             sequence.phase = Phase.RUNNING
@@ -89,6 +96,9 @@ class Prefixes:
                 advanced |= self._poll_join(sequence, waited_s)
             elif sequence.phase is Phase.LOADING:
                 advanced |= self._poll_load(sequence, waited_s)
+            elif sequence.phase is Phase.AWAITING and waited_s >= self._settings.flight.poll_s:
+                self._load(sequence)
+                advanced = True
         return advanced
 
     def next_deadline_s(self, sequence: Sequence) -> float:
@@ -97,6 +107,8 @@ class Prefixes:
             return sequence.waiting_since_s + self._settings.join_s
         if sequence.phase is Phase.LOADING:
             return sequence.waiting_since_s + self._load_limit_s(sequence)
+        if sequence.phase is Phase.AWAITING:
+            return sequence.waiting_since_s + self._settings.flight.poll_s
         return float("inf")
 
     def leave(
@@ -122,6 +134,19 @@ class Prefixes:
             self._pool.discard(buffer)
         else:
             self._pool.release(buffer)
+
+    def give_up_claims(self, sequence: Sequence, *, kept_tokens: int) -> None:
+        """Let others compute what an ending request claimed and will not store.
+
+        Leases on what it has stored, or is about to, end when that arrives.
+        """
+        # A job that is done may not have been looked at yet.
+        newest = sequence.job.departure.claimed if sequence.job is not None else ()
+        lost = [chunk for chunk in newest or sequence.claimed if chunk.end > kept_tokens]
+        sequence.claimed = ()
+        if lost:
+            holder = sequence.request.request_id
+            self._loaders.submit(lambda: give_up(lost, self._flight, holder))
 
     def _poll_join(self, sequence: Sequence, waited_s: float) -> bool:
         donor = sequence.donor
@@ -170,6 +195,10 @@ class Prefixes:
             share_across_classes=self._settings.share_across_classes,
             price_loads=self._settings.price_loads,
             have=sequence.length,
+            flight=self._flight,
+            flight_limits=self._settings.flight,
+            holder=sequence.request.request_id,
+            prompt_tokens=sequence.prompt_tokens,
             settle=self._saver.settle,
             wake=self._wake,
         )
@@ -181,7 +210,8 @@ class Prefixes:
         if job is None:
             raise AssertionError("a loading sequence has a job")
         if job.done:
-            self._finish_load(sequence, job.state)
+            self._finish_load(sequence, job.state, job.departure)
+            self._await_flight(sequence, job.departure)
             return True
         if waited_s < self._load_limit_s(sequence):
             return False
@@ -208,9 +238,23 @@ class Prefixes:
         new = self._pool.lease(old.capacity)
         new.slots(0, state.tokens).copy_(old.slots(0, state.tokens))
         sequence.buffer = new
-        self._finish_load(sequence, state)
+        self._finish_load(sequence, state, job.departure)
 
-    def _finish_load(self, sequence: Sequence, state: Assembled) -> None:
+    def _await_flight(self, sequence: Sequence, departure: Departure) -> None:
+        """Look again later if another replica computes the rest and there is time left."""
+        if not departure.wait_s:
+            return
+        now_s = self._clock.monotonic_s()
+        if sequence.flight_until_s < 0:
+            sequence.flight_until_s = now_s + departure.wait_s
+            self._counters.flights_awaited += 1
+        if now_s >= sequence.flight_until_s:
+            self._counters.flight_timeouts += 1
+            return
+        sequence.waiting_since_s = now_s
+        sequence.phase = Phase.AWAITING
+
+    def _finish_load(self, sequence: Sequence, state: Assembled, departure: Departure) -> None:
         buffer = sequence.buffer
         if buffer is None:
             raise AssertionError("a loading sequence has a buffer")
@@ -221,8 +265,10 @@ class Prefixes:
         sequence.phase = Phase.RUNNING
         sequence.load_ms += (now_s - sequence.waiting_since_s) * 1e3
         sequence.stored_keys |= state.stored_keys
-        sequence.restart_reuse()
-        sequence.reuse_from(Tier.RAM, 0, min(shared, state.tokens))
+        sequence.claimed = departure.claimed or sequence.claimed
+        if state.tokens < shared:
+            sequence.restart_reuse()
+            sequence.reuse_from(Tier.RAM, 0, state.tokens)
         position = min(shared, state.tokens)
         for end, tier in state.sources:
             sequence.reuse_from(tier, position, min(end, state.tokens))

@@ -14,7 +14,7 @@ from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.reuse.assembly import LoadJob
 from rakv_cluster.speculation.speculator import Speculation
-from rakv_cluster.types import ChunkedPrompt, ReuseMode, Tier
+from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode, Tier
 
 Sink = Callable[[EngineEvent], None]
 
@@ -25,6 +25,7 @@ class Phase(Enum):
     WAITING = "waiting"
     JOINING = "joining"  # another sequence computes the prefix it wants
     LOADING = "loading"  # a loader thread fills its buffer
+    AWAITING = "awaiting"  # another replica computes the prefix it wants
     RUNNING = "running"  # takes part in steps
     DONE = "done"
 
@@ -36,7 +37,8 @@ class Sequence:
     The KV of ``ids[:buffer.length]`` is verified. ``chunked`` covers ``ids`` up to a recent
     point; its chunks from index ``next_save`` on are not offered to the store yet, and those from
     ``prompt_chunks`` on hold generated tokens. ``blocks`` counts decode steps by (drafts checked,
-    drafts accepted).
+    drafts accepted). It may hold leases on the chunks ``claimed``, and waits for those of others
+    until ``flight_until_s`` (below 0: never had to).
     """
 
     request: EngineRequest
@@ -54,6 +56,8 @@ class Sequence:
     donor: Sequence | None = None
     donor_tokens: int = 0
     job: LoadJob | None = None
+    claimed: tuple[Chunk, ...] = ()
+    flight_until_s: float = -1.0
     waiting_since_s: float = 0.0
     next_save: int = 0
     stored_keys: set[bytes] = field(default_factory=set)

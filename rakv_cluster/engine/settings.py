@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rakv_cluster.errors import ConfigError
+from rakv_cluster.reuse.flights import FlightLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class EngineSettings:
     the wait for a write under way. ``price_loads`` false loads whatever is found, even where
     computing is expected to be faster (to measure what pricing is worth). After
     ``failure_limit`` steps in a row without one successful forward the engine is unhealthy.
+    ``flight`` bounds the wait for another replica that computes the same prefix.
     """
 
     kv_budget_bytes: int = 2 << 30
@@ -37,6 +39,7 @@ class EngineSettings:
     share_across_classes: bool = False
     price_loads: bool = True
     failure_limit: int = 3
+    flight: FlightLimits = field(default_factory=FlightLimits)
 
     def __post_init__(self) -> None:
         for name in (

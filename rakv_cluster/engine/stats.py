@@ -22,6 +22,8 @@ class Counters:
     load_failures: int = 0
     load_timeouts: int = 0
     join_timeouts: int = 0
+    flights_awaited: int = 0
+    flight_timeouts: int = 0
     step_failures: int = 0
     sink_failures: int = 0
 

@@ -18,6 +18,7 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.reuse.costs import CostView
+from rakv_cluster.reuse.flights import Departure, FlightLimits, cold_chunks, depart
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
     ReusePlan,
@@ -26,6 +27,7 @@ from rakv_cluster.reuse.planner import (
     usable,
 )
 from rakv_cluster.store.base import ChunkStore, Found, Loaded, LoadItem
+from rakv_cluster.store.flight import SingleFlight
 from rakv_cluster.types import ChunkedPrompt, Tier
 
 log = logging.getLogger(__name__)
@@ -189,7 +191,10 @@ def _staging(load: PlannedLoad, layout: KvLayout) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """One request's find, plan and load, run by a loader thread and watched by the engine.
+    """One request's find, plan, claim and load, run by a loader thread, watched by the engine.
+
+    What is not stored among the first ``prompt_tokens`` is claimed in ``holder``'s name;
+    ``departure`` says with what result once the job is done.
 
     The engine polls :attr:`done`, and may :meth:`abandon` the job: from then on the buffer given
     to it belongs to the loader thread, except for the slots below ``state.tokens``, which it will
@@ -206,9 +211,14 @@ class LoadJob:
     share_across_classes: bool
     price_loads: bool
     have: int
+    flight: SingleFlight
+    flight_limits: FlightLimits
+    holder: str
+    prompt_tokens: int
     settle: Callable[[Sequence[bytes]], None]
     wake: Callable[[], None]
     state: Assembled = field(init=False)
+    departure: Departure = field(default_factory=Departure)
     done: bool = False
     _abandoned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -253,7 +263,10 @@ class LoadJob:
         plan = ReusePlan(loads, stored)
         if self.price_loads:
             plan = plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
-        self._report(Assembled(tokens=self.have, stored_keys=stored))
+        if not self._report(Assembled(tokens=self.have, stored_keys=stored)):
+            return
+        cold = cold_chunks(self.prompt, plan, have=self.have, prompt_tokens=self.prompt_tokens)
+        self.departure = depart(cold, self.costs, self.flight, self.flight_limits, self.holder)
         load_plan(
             plan,
             self.store,

@@ -25,6 +25,7 @@ from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 
 
 def _no_keys(count: int) -> Sequence[bytes]:
@@ -44,6 +45,7 @@ class Replica:
         settings: Settings,
         clock: Clock,
         *,
+        flight: SingleFlight = NO_FLIGHT,
         newest_keys: Callable[[int], Sequence[bytes]] = _no_keys,
     ) -> None:
         self._card = model.card
@@ -57,6 +59,7 @@ class Replica:
             settings=engine_settings(settings),
             clock=clock,
             numeric_class=model.card.numeric_class,
+            flight=flight,
         )
         self._reporter = RoutingReporter(
             self._engine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rakv_cluster.clock import Clock
@@ -13,6 +14,7 @@ from rakv_cluster.cluster.service import open_node_store, open_store_admin
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.config import Settings
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.store.lmdb_shard import ShardSettings
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
@@ -56,14 +58,23 @@ def open_admin(settings: Settings, clock: Clock) -> StoreAdmin:
     return StoreAdmin(RayTransport(store.service, store.namespace), tuple, clock)
 
 
-def open_store(settings: Settings, memory: MemoryStore, clock: Clock) -> ChunkStore:
+@dataclass(frozen=True, slots=True)
+class ReplicaStore:
+    """Where a replica finds KV, and how it learns that another one is computing some."""
+
+    store: ChunkStore
+    flight: SingleFlight
+
+
+def open_store(settings: Settings, memory: MemoryStore, clock: Clock) -> ReplicaStore:
     """``memory`` before the node's disk, ``memory`` alone, or nothing; called in a process of the
     Ray cluster.
 
     A disk that cannot be used costs only its tier.
     """
     if settings.store == "none":
-        return NullStore()
+        return ReplicaStore(NullStore(), NO_FLIGHT)
     if settings.store == "memory":
-        return memory
-    return TieredStore(memory, open_node_store(cluster_store_settings(settings), clock))
+        return ReplicaStore(memory, NO_FLIGHT)
+    nodes = open_node_store(cluster_store_settings(settings), clock)
+    return ReplicaStore(TieredStore(memory, nodes), nodes)

@@ -39,9 +39,16 @@ class Worker:
             ),
         )
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
-        store = open_store(settings, memory, clock)
+        opened = open_store(settings, memory, clock)
         self._clock = clock
-        self._replica = Replica(model, store, settings, clock, newest_keys=memory.newest)
+        self._replica = Replica(
+            model,
+            opened.store,
+            settings,
+            clock,
+            flight=opened.flight,
+            newest_keys=memory.newest,
+        )
         log.info("replica ready: %s, %s", model.card.model_id, model.card.numeric_class)
 
     async def describe(self) -> ModelCard:

@@ -19,6 +19,7 @@ from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.workers import InlineWorkers
 from rakv_cluster.types import ChunkedPrompt, FinishReason
@@ -34,11 +35,9 @@ def no_cuts(vocab_size: int) -> CutTable:
 
 @dataclass(slots=True)
 class Recording:
-    """The events of one request with their (virtual) times, as a sink and in sum."""
+    """The events of one request, as a sink and in sum."""
 
-    clock: ManualClock
     events: list[EngineEvent] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
     closed: bool = False
 
     def close(self) -> None:
@@ -51,7 +50,6 @@ class Recording:
         if self.finish is not None:
             raise AssertionError("an event after the last one")
         self.events.append(event)
-        self.times_s.append(self.clock.monotonic_s())
 
     @property
     def token_ids(self) -> list[int]:
@@ -92,6 +90,7 @@ class EngineHarness:
         loaders: Workers | None = None,
         savers: Workers | None = None,
         numeric_class: str = "fake",
+        flight: SingleFlight = NO_FLIGHT,
         speculator: Speculator | None = None,
     ) -> None:
         self.clock = clock
@@ -107,6 +106,7 @@ class EngineHarness:
             settings=settings,
             clock=clock,
             numeric_class=numeric_class,
+            flight=flight,
             loaders=loaders or InlineWorkers(),
             savers=savers or InlineWorkers(),
         )
@@ -117,7 +117,7 @@ class EngineHarness:
 
     def add(self, request: EngineRequest) -> Recording:
         """Check and queue a request; raises what the check raises."""
-        recording = Recording(self.clock)
+        recording = Recording()
         self.core.add(self.core.prepare(request, recording))
         self.core.check_invariants()
         return recording

@@ -54,8 +54,10 @@ class SimulatedShards:
         self._leases = {node: LeaseTable(clock) for node in nodes}
 
     def hold(self, node: str, record: EncodedRecord) -> None:
-        """Store a record on a node."""
+        """Store a record on a node; whoever holds a lease on it has done his part."""
         self.records[node][record.key] = record
+        for leases in self._leases.values():
+            leases.fulfilled([record.key])
 
     def call(self, calls: Sequence[Call], timeout_s: float) -> list[Answer[object] | Failed]:
         self.calls.extend(calls)

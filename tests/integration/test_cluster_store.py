@@ -35,6 +35,8 @@ from rakv_cluster.cluster.service import (
 from rakv_cluster.cluster.settings import ClientLimits, ClusterStoreSettings, ManagerLimits
 from rakv_cluster.cluster.shard_actor import ShardActor
 from rakv_cluster.store.lmdb_shard import ShardSettings
+from rakv_cluster.testing.fake_replica import FakeReplica
+from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.records import TINY_NAMESPACE, load_item, tiny_record
 
 # Workers on the nodes cannot import a test module.
@@ -269,6 +271,32 @@ def test_sixteen_cold_requests_compute_once(nodes: Nodes) -> None:
     askers = [nodes.asker(name) for name in ("head", "a", "b")]
     refs = [askers[index % 3].compute_once.remote(300, f"request-{index}") for index in range(16)]
     assert sum(ray.get(refs, timeout=2 * PATIENCE_S)) == 1
+
+
+def test_replicas_on_three_nodes_compute_a_cold_document_once(nodes: Nodes) -> None:
+    """Sixteen requests at once, through the engines; each asks another question."""
+    eventually(nodes.see_each_other, "all shards agree on who owns which key")
+    replicas = [
+        nodes.on(name, FakeReplica).remote(nodes.settings, name, PATIENCE_S)
+        for name in ("head", "a", "b")
+    ]
+    document = [(index * 5 + 1) % 50 for index in range(96)]
+    questions = [[50 + index % 14, index] for index in range(16)]
+    assert all(ray.get([replica.ready.remote() for replica in replicas], timeout=2 * PATIENCE_S))
+
+    refs = [
+        replica.ask.remote(document, questions[index::3]) for index, replica in enumerate(replicas)
+    ]
+    answers = ray.get(refs, timeout=2 * PATIENCE_S)
+    flights = ray.get([replica.counters.remote() for replica in replicas])
+
+    for index, (outputs, _) in enumerate(answers):
+        assert outputs == [FakeRunner().generate([*document, *q], 4) for q in questions[index::3]]
+    computed = sorted(tokens for _, tokens in answers)
+    assert computed[1] < len(document) <= computed[2], (answers, flights)
+    assert len(document) <= computed[2] < 2 * len(document)
+    for replica in replicas:
+        ray.kill(replica)
 
 
 def test_a_killed_shard_actor_comes_back_with_its_records(nodes: Nodes) -> None:
