@@ -115,6 +115,15 @@ def test_uniform_is_only_claimed_where_the_bits_agree(monkeypatch: pytest.Monkey
     assert not chosen.numerics.bitwise
 
 
+@pytest.mark.parametrize("numerics", ["uniform", "fast"])
+def test_half_precision_is_checked_against_its_own_reference(numerics: str) -> None:
+    options = KernelOptions(fused="on", numerics=numerics)  # type: ignore[arg-type]  # test options
+    model = tiny_llama().to(torch.bfloat16)
+    chosen = choose_runner(model, context_tokens=512, options=options)
+    assert chosen.runner.layout.dtype == "bfloat16"
+    assert chosen.numerics.spread < 1
+
+
 def test_numerics_of_a_short_context_are_observed_too() -> None:
     chosen = choose_runner(tiny_llama(), context_tokens=60, options=KernelOptions())
     assert chosen.runner.context_tokens == 60
