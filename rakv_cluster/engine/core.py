@@ -45,6 +45,8 @@ from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.types import FinishReason, Tier
 
+_LOAD_GRACE_S = 0.002
+
 
 class EngineCore:
     """State and behaviour of one replica's engine."""
@@ -64,12 +66,14 @@ class EngineCore:
         loaders: Workers,
         savers: Workers,
         wake: Callable[[], None] = lambda: None,
+        wait: Callable[[float], object] = lambda _: None,
         closed: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._runner = runner
         self._settings = settings
         self._clock = clock
         self._closed = closed
+        self._wait = wait
         self._pool = BufferPool(
             runner.layout,
             budget_bytes=settings.kv_budget_bytes,
@@ -194,7 +198,12 @@ class EngineCore:
             if sequence.deadline_s <= now_s:
                 self._end(sequence.request.request_id, FinishReason.DEADLINE)
         advanced = self._prefixes.poll(self._active.values())
-        advanced |= self._admit()
+        if self._admit():
+            advanced = True
+            if any(each.phase is Phase.LOADING for each in self._active.values()):
+                # A search that finds nothing, or little, is over soon and joins this very step.
+                self._wait(_LOAD_GRACE_S)
+                self._prefixes.poll(self._active.values())
         self._grow()
         shares = self._plan()
         if shares:

@@ -75,6 +75,7 @@ class Engine:
             loaders=self._loaders,
             savers=self._savers,
             wake=self._woken.set,
+            wait=self._woken.wait,
             closed=self._closed,
         )
 

@@ -35,9 +35,11 @@ def no_cuts(vocab_size: int) -> CutTable:
 
 @dataclass(slots=True)
 class Recording:
-    """The events of one request, as a sink and in sum."""
+    """The events of one request with their (virtual) times, as a sink and in sum."""
 
+    clock: ManualClock
     events: list[EngineEvent] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
     closed: bool = False
 
     def close(self) -> None:
@@ -50,6 +52,7 @@ class Recording:
         if self.finish is not None:
             raise AssertionError("an event after the last one")
         self.events.append(event)
+        self.times_s.append(self.clock.monotonic_s())
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,7 +120,7 @@ class EngineHarness:
 
     def add(self, request: EngineRequest) -> Recording:
         """Check and queue a request; raises what the check raises."""
-        recording = Recording()
+        recording = Recording(self.clock)
         self.core.add(self.core.prepare(request, recording))
         self.core.check_invariants()
         return recording

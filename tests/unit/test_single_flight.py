@@ -152,7 +152,8 @@ def test_a_holder_that_dies_costs_the_life_of_its_lease() -> None:
         replicas.run(*answers, nodes=["n1", "n2"])
 
         assert [answer.token_ids for answer in answers] == [expected(DOCUMENT, [7])] * 2
-        assert sum(a.stats.computed_tokens >= len(DOCUMENT) for a in answers) == 1
+        # The first chunk may have been stored before.
+        assert sum(a.stats.computed_tokens > len(DOCUMENT) // 2 for a in answers) == 1
         lease_ms = limits.lease_s(compute_ms=2 * len(DOCUMENT)) * 1e3
         assert all(answer.stats.load_ms <= 2 * lease_ms for answer in answers)
 
