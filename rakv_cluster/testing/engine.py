@@ -9,6 +9,7 @@ import numpy as np
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.clock import Clock
 from rakv_cluster.engine.core import EngineCore
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
@@ -37,7 +38,7 @@ def no_cuts(vocab_size: int) -> CutTable:
 class Recording:
     """The events of one request with their (virtual) times, as a sink and in sum."""
 
-    clock: ManualClock
+    clock: Clock
     events: list[EngineEvent] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     closed: bool = False

@@ -93,7 +93,7 @@ class _Awaited:
     """A sink that another thread waits on."""
 
     def __init__(self) -> None:
-        self.recording = Recording()
+        self.recording = Recording(SystemClock())
         self.ended = threading.Event()
 
     def __call__(self, event: EngineEvent) -> None:
