@@ -35,8 +35,10 @@ types: $(STAMP)  ## mypy --strict
 unit: model      ## the tests that start no Ray
 	$(BIN)/pytest -m 'not cluster'
 
+# OpenMP's threads spin while they wait; where several processes share few cores, that is most of
+# the time.
 test: lint types model  ## all checks and all tests
-	$(LOOPBACK) $(BIN)/pytest
+	OMP_WAIT_POLICY=PASSIVE $(LOOPBACK) $(BIN)/pytest
 
 clean:           ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
