@@ -32,7 +32,7 @@ class LocalService:
 
 @contextlib.contextmanager
 def local_service(
-    flags: Mapping[str, str], *, log: Path, clock: Clock, ready_timeout_s: float = 180.0
+    flags: Mapping[str, str], *, log: Path, clock: Clock, ready_timeout_s: float = 600.0
 ) -> Iterator[LocalService]:
     """Run ``rakv serve`` with ``flags`` on a free loopback port for the length of a ``with``.
 

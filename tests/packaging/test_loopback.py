@@ -25,12 +25,24 @@ def run(*command: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def namespaces_allowed() -> bool:
-    tries = (["unshare", "-n", "true"], ["unshare", "-rn", "true"])
-    return shutil.which("unshare") is not None and any(
-        subprocess.run(command, capture_output=True, check=False).returncode == 0
-        for command in tries
+def elsewhere() -> list[str]:
+    """What runs a command in a namespace that is not a loopback one (its interface is down).
+
+    The tests themselves may run in one. Empty where namespaces are not permitted.
+    """
+    program = shutil.which("unshare")
+    tries = [[program, flags] for flags in ("-n", "-rn") if program]
+    return next(
+        (
+            command
+            for command in tries
+            if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
+        ),
+        [],
     )
+
+
+ELSEWHERE = elsewhere()
 
 
 def local_addresses(fib_trie: str) -> set[str]:
@@ -42,7 +54,7 @@ def local_addresses(fib_trie: str) -> set[str]:
 
 
 needs_namespaces = pytest.mark.skipif(
-    not namespaces_allowed(), reason="network namespaces are not permitted here"
+    not ELSEWHERE, reason="network namespaces are not permitted here"
 )
 
 
@@ -64,9 +76,13 @@ def test_loopback_is_the_only_interface_with_an_address_and_it_is_up() -> None:
 
 @needs_namespaces
 def test_inside_a_loopback_namespace_no_second_one_is_made() -> None:
-    script = f'readlink /proc/self/ns/net; "{LOOPBACK}" readlink /proc/self/ns/net'
-    outer, inner = run("sh", "-c", script).stdout.split()
-    assert outer == inner != os.readlink("/proc/self/ns/net")
+    show = "readlink /proc/self/ns/net"
+    script = f'{show}; "{LOOPBACK}" sh -c \'{show}; "{LOOPBACK}" {show}\''
+    done = subprocess.run(
+        [*ELSEWHERE, "sh", "-c", script], capture_output=True, text=True, timeout=30, check=True
+    )
+    without, outer, inner = done.stdout.split()
+    assert outer == inner != without
 
 
 @needs_namespaces
@@ -109,7 +125,10 @@ def test_a_signal_reaches_the_command_itself() -> None:
 def test_without_permission_it_warns_with_the_address_and_runs_the_command(
     without_unshare: dict[str, str],
 ) -> None:
-    result = run("sh", "-c", "echo ran; exit 5", env=without_unshare)
+    command = [*ELSEWHERE, str(LOOPBACK), "sh", "-c", "echo ran; exit 5"]
+    result = subprocess.run(
+        command, env=without_unshare, capture_output=True, text=True, timeout=30, check=False
+    )
     assert (result.returncode, result.stdout) == (5, "ran\n")
     warning = result.stderr.strip()
     assert warning.startswith("loopback: no network namespace permitted here; Ray will bind ")
