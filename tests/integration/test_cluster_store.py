@@ -273,8 +273,11 @@ def test_sixteen_cold_requests_compute_once(nodes: Nodes) -> None:
     assert sum(ray.get(refs, timeout=2 * PATIENCE_S)) == 1
 
 
-def test_replicas_on_three_nodes_compute_a_cold_document_once(nodes: Nodes) -> None:
-    """Sixteen requests at once, through the engines; each asks another question."""
+def test_replicas_on_three_nodes_share_a_cold_document(nodes: Nodes) -> None:
+    """Sixteen requests at once, through the engines; each asks another question.
+
+    One replica computes the document; a second one may where the first is slower than its lease.
+    """
     eventually(nodes.see_each_other, "all shards agree on who owns which key")
     replicas = [
         nodes.on(name, FakeReplica).remote(nodes.settings, name, PATIENCE_S)
@@ -293,8 +296,8 @@ def test_replicas_on_three_nodes_compute_a_cold_document_once(nodes: Nodes) -> N
     for index, (outputs, _) in enumerate(answers):
         assert outputs == [FakeRunner().generate([*document, *q], 4) for q in questions[index::3]]
     computed = sorted(tokens for _, tokens in answers)
-    assert computed[1] < len(document) <= computed[2], (answers, flights)
-    assert len(document) <= computed[2] < 2 * len(document)
+    assert computed[0] < len(document) <= computed[2], (answers, flights)
+    assert computed[2] < 2 * len(document), (answers, flights)
     for replica in replicas:
         ray.kill(replica)
 
