@@ -173,11 +173,11 @@ class FusedLlamaRunner:
 
     def _run_layer(self, index: int, layer: Layer, block: _Block, hidden: torch.Tensor) -> None:
         """Add the layer's attention and MLP to ``hidden`` ``[rows, hidden]`` in place."""
-        kernel, eps, width = block.kernel, self._weights.norm_eps, layer.input_norm.shape
-        normed = functional.rms_norm(hidden, width, layer.input_norm, eps)
+        kernel, eps = block.kernel, self._weights.norm_eps
+        normed = rms_norm(hidden, layer.input_norm, eps)
         attended = block.attend(index, layer.qkv.apply(normed, kernel))
         hidden += layer.output.apply(attended, kernel)
-        normed = functional.rms_norm(hidden, width, layer.mlp_norm, eps)
+        normed = rms_norm(hidden, layer.mlp_norm, eps)
         gate, up = layer.gate_up.apply(normed, kernel).chunk(2, dim=1)
         # weight_first hands out a transposed view and wants its own input contiguous
         activated = torch.mul(functional.silu(gate), up, out=gate.new_empty(gate.shape))
@@ -190,10 +190,21 @@ class FusedLlamaRunner:
         choice = self._rows.choose(count)
         rows = _padded(logit_rows, max(0, choice.min_rows - count)).to(self.device)
         weights = self._weights
-        normed = functional.rms_norm(
-            hidden[rows], hidden.shape[1:], weights.final_norm, weights.norm_eps
-        )
+        normed = rms_norm(hidden[rows], weights.final_norm, weights.norm_eps)
         return weights.head.apply(normed, choice.kernel)[:count].float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x`` ``[rows, n]`` over the root mean square of each row, times ``weight``.
+
+    On the CPU ``F.rms_norm`` runs as seven operations, one of them a slow power: 512 rows of 576
+    take it 765 us, this way 46.
+    """
+    if x.dtype != torch.float32:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean_square = norm.square_().mul_(1 / x.shape[1])
+    return (x * mean_square.add_(eps).rsqrt_()).mul_(weight)
 
 
 def _padded(values: torch.Tensor, count: int) -> torch.Tensor:
