@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from rakv_cluster.errors import Unavailable
 
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.2
+_PORTS = range(20_000, 32_768)
+_PORT_ATTEMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,18 @@ def local_service(
 
 
 def free_port() -> int:
-    """A TCP port that nothing on loopback listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing on loopback listens on now, and that is not given out by chance.
+
+    The service binds it seconds later: by then Ray has opened dozens of ports. Those come from
+    the kernel's range for outgoing connections (IANA's, RFC 6335: from 49152; Linux: from 32768)
+    and from Ray's own for workers (10002 to 19999), so this one lies between. Raises
+    :class:`Unavailable` if none of many tried is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise Unavailable(f"no free port on 127.0.0.1 among {_PORT_ATTEMPTS} tried in {_PORTS}")
 
 
 def _wait_until_ready(
