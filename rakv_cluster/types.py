@@ -12,6 +12,7 @@ class ReuseMode(str, Enum):
     """Which cached KV a request may use (DESIGN.md section 4)."""
 
     EXACT = "exact"
+    REORDER = "reorder"  # exact, behind documents that are put in an order that is cached
     OFF = "off"
 
 

@@ -32,7 +32,11 @@ from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 
 DEFAULT_TARGET = "127.0.0.1:8001"
-_REUSE = {"exact": generation.REUSE_EXACT, "off": generation.REUSE_OFF}
+_REUSE = {
+    "exact": generation.REUSE_EXACT,
+    "reorder": generation.REUSE_REORDER,
+    "off": generation.REUSE_OFF,
+}
 _FINISH = {generation.FINISH_REASON_STOP: "stop", generation.FINISH_REASON_LENGTH: "length"}
 
 T = TypeVar("T")
@@ -103,7 +107,11 @@ class GrpcStream:
                 "total_tokens": usage.prompt_tokens + usage.output_tokens,
                 "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             },
-            rakv={"tokens": dict(usage.prompt_sources), "timings_ms": dict(usage.timings_ms)},
+            rakv={
+                "tokens": dict(usage.prompt_sources),
+                "documents": {"indices": list(usage.document_indices)},
+                "timings_ms": dict(usage.timings_ms),
+            },
         )
 
 

@@ -51,7 +51,8 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[str, float]
     ignore_eos: bool
     stop_token_ids: Sequence[int]
-    reuse: Literal["exact", "off"]
+    documents_order: Literal["given", "cached", "canonical"]
+    reuse: Literal["exact", "reorder", "off"]
     speculation: Literal["auto", "off", "1", "2", "4", "8"]
 
 

@@ -24,7 +24,11 @@ _OPTIONAL = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
 )  # fmt: skip
-_REUSE = {generation.REUSE_EXACT: "exact", generation.REUSE_OFF: "off"}
+_REUSE = {
+    generation.REUSE_EXACT: "exact",
+    generation.REUSE_REORDER: "reorder",
+    generation.REUSE_OFF: "off",
+}
 _FINISH = {
     "": generation.FINISH_REASON_UNSPECIFIED,
     "stop": generation.FINISH_REASON_STOP,
@@ -46,6 +50,8 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
     }
     if message.speculation:
         fields["speculation"] = message.speculation
+    if message.documents_order:
+        fields["documents_order"] = message.documents_order
     if message.reuse != generation.REUSE_UNSPECIFIED:
         if message.reuse not in _REUSE:
             raise InvalidRequest(f"unknown value {message.reuse}", field="reuse")
@@ -83,6 +89,7 @@ def usage(totals: Totals, total_ms: float) -> generation.Usage:
         cached_tokens=totals.stats.cached_tokens,
         prompt_sources=totals.sources(),
         timings_ms=totals.rakv(total_ms)["timings_ms"],
+        document_indices=totals.placed.indices,
     )
 
 

@@ -57,6 +57,7 @@ class Ingress:
             cuts=cuts,
             clock=clock,
             seeds=SystemRandom(),
+            on_disk=lambda key: bool(holders([key])),
         )
         self._cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
         self._grpc: list[GrpcServer] = []

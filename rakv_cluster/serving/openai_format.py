@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rakv_cluster.engine.request import RequestStats
 from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import RakvError
+from rakv_cluster.serving.documents import Placed
 from rakv_cluster.serving.generation import TokenText, Update
 from rakv_cluster.types import ReuseMode, TokenLogprob
 
@@ -61,6 +62,7 @@ class Totals:
     prompt_tokens: int
     reuse: ReuseMode
     tokenize_ms: float
+    placed: Placed = field(default_factory=Placed)
     output_tokens: dict[int, int] = field(default_factory=dict)
     stats: RequestStats = field(default_factory=RequestStats)
     ttft_ms: float = 0.0
@@ -97,6 +99,11 @@ class Totals:
         return {
             "reuse": self.reuse.value,
             "tokens": self.sources(),
+            "documents": {
+                "order": self.placed.order,
+                "indices": list(self.placed.indices),
+                "ids": list(self.placed.ids),
+            },
             "speculation": {
                 "steps_by_drafts": {str(k): n for k, n in stats.steps_by_drafts.items()},
                 "acceptance_by_position": [round(x, 4) for x in stats.acceptance_by_position],

@@ -101,7 +101,8 @@ class GenerationRequest(_Strict):
 
     model: str = ""
     documents: list[DocumentIn] = Field(default_factory=list)
-    reuse: Literal["exact", "off"] | None = None
+    documents_order: Literal["given", "cached", "canonical"] | None = None
+    reuse: Literal["exact", "reorder", "off"] | None = None
     speculation: Literal["auto", "off", "1", "2", "4", "8"] | None = None
     n: int = Field(1, ge=1)
     stream: bool = False

@@ -31,6 +31,26 @@ Segments = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's segments, and which of them are the request's documents.
+
+    ``documents[i]`` is the index of the segment that is document ``i`` and nothing else, whatever
+    its place among the others; empty if that is not so for each of them. Documents follow each
+    other. Exchanging such segments is rendering the documents in another order.
+    """
+
+    segments: Segments
+    documents: tuple[int, ...] = ()
+
+    def reordered(self, order: Sequence[int]) -> Segments:
+        """The segments with document ``order[k]`` in the ``k``-th place."""
+        segments = list(self.segments)
+        for place, document in zip(self.documents, order, strict=True):
+            segments[place] = self.segments[self.documents[document]]
+        return tuple(segments)
+
+
+@dataclass(frozen=True, slots=True)
 class _Encoders:
     """One vocabulary, twice: with control tokens recognized in text, and with none."""
 
@@ -59,7 +79,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(self._render) if template else None
 
-    def chat(self, messages: Sequence[Message], documents: Sequence[Document]) -> Segments:
+    def chat(self, messages: Sequence[Message], documents: Sequence[Document]) -> Rendered:
         """Segments of a conversation; the last asks for the answer and is open.
 
         Raises :class:`InvalidRequest` for a conversation that the template refuses, documents
@@ -82,9 +102,9 @@ class PromptRenderer:
         for index, message in enumerate(messages):
             self._refuse_control(message.content, f"messages.{index}.content")
         self._refuse_control_in(documents)
-        return (tuple(_ids(self._encoders.literal, whole)),)
+        return Rendered((tuple(_ids(self._encoders.literal, whole)),))
 
-    def completion(self, prompt: str, documents: Sequence[Document]) -> Segments:
+    def completion(self, prompt: str, documents: Sequence[Document]) -> Rendered:
         """Segments of a bare prompt, control tokens in it recognized as they are elsewhere.
 
         Documents stand in front as they do in a chat. Raises :class:`InvalidRequest` as
@@ -95,7 +115,7 @@ class PromptRenderer:
             self._refuse_control_in(documents)
             whole = "".join([*fronts, prompt])
             ids = _ids(self._encoders.literal, whole)
-            return ((*self._encoders.prefix_ids, *ids),)
+            return Rendered(((*self._encoders.prefix_ids, *ids),))
         pieces = [
             Piece(text, f"documents.{index}.text", starts_segment=True)
             for index, text in enumerate(fronts)
@@ -104,13 +124,21 @@ class PromptRenderer:
             [*pieces, Piece(prompt, "", starts_segment=True)], self._encoders.prefix_ids
         )
 
-    def _encode_pieces(self, pieces: Sequence[Piece], prefix: Sequence[int] = ()) -> Segments:
+    def _encode_pieces(self, pieces: Sequence[Piece], prefix: Sequence[int] = ()) -> Rendered:
         segments: list[list[int]] = []
+        fields: list[list[str]] = []
         for piece in pieces:
             if piece.starts_segment or not segments:
-                segments.append([] if segments else [*prefix])
+                first = not segments
+                segments.append([*prefix] if first else [])
+                fields.append([""] if first and prefix else [])
             segments[-1] += self._encode(piece)
-        return tuple(tuple(segment) for segment in segments if segment)
+            fields[-1].append(piece.field)
+        kept = [index for index, segment in enumerate(segments) if segment]
+        return Rendered(
+            tuple(tuple(segments[index]) for index in kept),
+            _document_places([fields[index] for index in kept]),
+        )
 
     def _encode(self, piece: Piece) -> list[int]:
         if not piece.field:
@@ -146,6 +174,15 @@ class PromptRenderer:
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise TemplateRefused(str(error)) from error
         return str(rendered)
+
+
+def _document_places(fields: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """See :attr:`Rendered.documents`; ``fields`` are those of each segment's pieces."""
+    mentioned = [f for each in fields for f in each if f.startswith("documents.")]
+    alone = {each[0]: index for index, each in enumerate(fields) if len(each) == 1}
+    places = [alone.get(f"documents.{i}.text", -1) for i in range(len(mentioned))]
+    movable = places and places == list(range(places[0], places[0] + len(places)))
+    return tuple(places) if movable and places[0] >= 0 else ()
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

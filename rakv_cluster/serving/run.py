@@ -30,7 +30,9 @@ class Run:
         started_s: float,
     ) -> None:
         self.prepared = prepared
-        self.totals = Totals(prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms)
+        self.totals = Totals(
+            prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms, prepared.placed
+        )
         self._service = service
         self._metrics = metrics
         self._caller = caller

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.chunking.keys import namespace
+from rakv_cluster.chunking.ordering import canonical_order
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.clock import Clock
 from rakv_cluster.config import Settings
@@ -19,9 +20,10 @@ from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotF
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
+from rakv_cluster.serving.documents import DocumentsOrder, Placed, SeenPrefixes, as_sent, reorder
 from rakv_cluster.serving.generation import Choice, Update, run_choices
 from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, GenerationRequest
-from rakv_cluster.serving.prompting import PromptRenderer, Segments
+from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.types import ChunkedPrompt, ReuseMode, SamplingParams
 
@@ -38,6 +40,15 @@ class Prepared:
     prompt_tokens: int
     reuse: ReuseMode
     tokenize_ms: float
+    placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request's prompt, and in which order it has the documents."""
+
+    prompt: ChunkedPrompt
+    placed: Placed
 
 
 class Service:
@@ -53,7 +64,9 @@ class Service:
         cuts: CutTable,
         clock: Clock,
         seeds: Random,
+        on_disk: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
+        """``on_disk`` says whether some node's disk is known to hold the KV under a key."""
         self.settings = settings
         self.backend = backend
         self.card = card
@@ -63,6 +76,7 @@ class Service:
         self._cuts = cuts
         self._seeds = seeds
         self._limits = ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens)
+        self._seen = SeenPrefixes(on_disk)
         self.token_bytes = renderer.token_bytes
 
     @property
@@ -78,12 +92,14 @@ class Service:
     async def prepare(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Prepared:
         """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
         started_s = self.clock.monotonic_s()
-        prompt = await self.prompt(request, caller)
+        self._check(request)
+        reuse = self._reuse(request)
+        asked = await self._asked(request, self.namespace(caller), _order(request, reuse))
+        prompt = asked.prompt
         tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         max_tokens = self._output_limit(request, len(prompt.token_ids), field)
         seed = self._seeds.getrandbits(63) if request.seed is None else request.seed % 2**63
-        reuse = ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
         ends = frozenset() if request.ignore_eos else self.card.eos_token_ids
         request_id = uuid.uuid4().hex
         choices = tuple(
@@ -106,12 +122,14 @@ class Service:
             )
             for index in range(request.n)
         )
-        return Prepared(request_id, choices, len(prompt.token_ids), reuse, tokenize_ms)
+        tokens = len(prompt.token_ids)
+        return Prepared(request_id, choices, tokens, reuse, tokenize_ms, asked.placed)
 
     async def prompt(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> ChunkedPrompt:
         """A request's prompt alone, of any length; raises as :meth:`prepare` does."""
         self._check(request)
-        return await self._prompt(request, self.namespace(caller))
+        order = _order(request, self._reuse(request))
+        return (await self._asked(request, self.namespace(caller), order)).prompt
 
     def check_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Raise :class:`InvalidRequest` for an id that the vocabulary does not have."""
@@ -126,8 +144,16 @@ class Service:
         """Updates of all choices; see :func:`run_choices`."""
         updates = run_choices(self.backend, prepared.choices, self.token_bytes)
         async with aclosing(updates):
+            computed = False
             async for update in updates:
+                if not computed and prepared.reuse is not ReuseMode.OFF:
+                    prompt = prepared.choices[0].request.prompt
+                    self._seen.add([chunk.prefix_key for chunk in prompt.chunks])
+                    computed = True
                 yield update
+
+    def _reuse(self, request: GenerationRequest) -> ReuseMode:
+        return ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
 
     def _check(self, request: GenerationRequest) -> None:
         if request.model and request.model not in {self.model_name, self.card.model_id}:
@@ -149,32 +175,47 @@ class Service:
         self.check_ids((int(token_id) for token_id in request.logit_bias), "logit_bias")
         self.check_ids(request.stop_token_ids, "stop_token_ids")
 
-    async def _prompt(self, request: GenerationRequest, ns: bytes) -> ChunkedPrompt:
+    async def _asked(self, request: GenerationRequest, ns: bytes, order: DocumentsOrder) -> _Asked:
         documents = [Document(d.text, d.id) for d in request.documents]
+        places = tuple(range(len(documents)))
+        if order != "given":
+            places = canonical_order([(d.id, d.text) for d in documents])
+            documents = [documents[place] for place in places]
         characters = sum(len(document.text) for document in documents)
         if isinstance(request, ChatRequest):
             messages = [_message(m.role, m.content) for m in request.messages]
             characters += sum(len(message.content) for message in messages)
 
-            def segments() -> Segments:
+            def rendered() -> Rendered:
                 return self._renderer.chat(messages, documents)
         elif isinstance(request, CompletionRequest):
             prompt = request.prompt
             characters += len(prompt)
 
-            def segments() -> Segments:
+            def rendered() -> Rendered:
                 if isinstance(prompt, str):
                     return self._renderer.completion(prompt, documents)
-                return (prompt,)
+                return Rendered((prompt,))
         else:
             raise TypeError(f"no prompt in a {type(request).__name__}")
 
-        def chunked() -> ChunkedPrompt:
-            return chunk_prompt(ns, segments(), self._cuts, self._limits)
+        def cut(segments: Segments) -> ChunkedPrompt:
+            return chunk_prompt(ns, segments, self._cuts, self._limits)
+
+        def asked() -> _Asked:
+            try:
+                whole = rendered()
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, field=as_sent(error.field, places)) from error
+            if order != "cached":
+                return _Asked(cut(whole.segments), _placed(request, order, places))
+            prompt, moved = reorder(whole, cut, self._seen.cached)
+            now = tuple(places[place] for place in moved) or places
+            return _Asked(prompt, _placed(request, order, now))
 
         if characters <= _INLINE_CHARACTERS:
-            return chunked()
-        return await asyncio.to_thread(chunked)
+            return asked()
+        return await asyncio.to_thread(asked)
 
     def _output_limit(self, request: GenerationRequest, prompt_tokens: int, field: str) -> int:
         room = self.card.context_tokens - prompt_tokens
@@ -199,6 +240,15 @@ class Service:
                 f"min_tokens is larger than the output limit of {limit}", field="min_tokens"
             )
         return limit
+
+
+def _order(request: GenerationRequest, reuse: ReuseMode) -> DocumentsOrder:
+    """``reorder`` says that the documents are a set; otherwise they stay as given unless asked."""
+    return request.documents_order or ("cached" if reuse is ReuseMode.REORDER else "given")
+
+
+def _placed(request: GenerationRequest, order: DocumentsOrder, indices: tuple[int, ...]) -> Placed:
+    return Placed(order, indices, tuple(request.documents[index].id for index in indices))
 
 
 def _at_most(field: str, value: int, limit: int) -> None:

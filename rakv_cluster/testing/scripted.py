@@ -95,7 +95,7 @@ class ScriptedBackend:
     def _account(self, request: EngineRequest, output_tokens: int) -> RequestStats:
         chunks = request.prompt.chunks
         reused = 0
-        if request.reuse is ReuseMode.EXACT:
+        if request.reuse is not ReuseMode.OFF:
             for chunk in chunks:
                 if chunk.prefix_key not in self._cached:
                     break

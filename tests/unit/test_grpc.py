@@ -130,6 +130,20 @@ def test_an_answer_its_usage_and_reuse(fresh: Served) -> None:
     assert first.output_tokens == len(first.text.encode())
 
 
+def test_a_set_of_documents_is_reordered_and_the_order_reported(fresh: Served) -> None:
+    documents = [Document("Alpha. " * 40, "a"), Document("Beta. " * 40, "b")]
+    client = fresh.client()
+    client.chat("Hello", documents=documents)
+    backwards = documents[::-1]
+
+    reordered = client.chat("Hello", documents=backwards, reuse="reorder")
+    given = client.chat("Hello", documents=backwards)
+
+    assert reordered.rakv["documents"]["indices"] == [1, 0]
+    assert given.rakv["documents"]["indices"] == [0, 1]
+    assert reordered.cached_tokens > given.cached_tokens
+
+
 def test_a_stream_gives_whole_characters_in_order_and_the_usage_last(served: Served) -> None:
     with served.client().stream_chat("q", documents=DOCUMENTS) as stream:
         pieces = list(stream)

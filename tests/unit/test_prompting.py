@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from rakv_cluster.errors import InvalidRequest
-from rakv_cluster.serving.prompting import PromptRenderer
+from rakv_cluster.serving.prompting import PromptRenderer, Rendered
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.testing.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, tiny_tokenizer
 
@@ -43,13 +43,13 @@ def renderer(template: str = CHAT_TEMPLATE) -> PromptRenderer:
     return PromptRenderer(tiny_tokenizer(template))
 
 
-def texts(segments: tuple[tuple[int, ...], ...]) -> list[str]:
+def texts(rendered: Rendered) -> list[str]:
     tokenizer = tiny_tokenizer()
-    return [str(tokenizer.decode(list(segment))) for segment in segments]
+    return [str(tokenizer.decode(list(segment))) for segment in rendered.segments]
 
 
-def joined(segments: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    return sum(segments, ())
+def joined(rendered: Rendered) -> tuple[int, ...]:
+    return sum(rendered.segments, ())
 
 
 def test_each_message_is_a_segment_and_the_answer_is_the_open_last_one() -> None:
@@ -78,7 +78,24 @@ def test_a_document_gives_the_same_ids_wherever_it_stands() -> None:
     forwards = renderer().chat(HELLO, [first, second])
     backwards = renderer().chat(HELLO, [second, first])
 
-    assert (forwards[1], forwards[2]) == (backwards[2], backwards[1])
+    assert forwards.documents == (1, 2)
+    assert forwards.reordered([1, 0]) == backwards.segments
+    assert forwards.segments != backwards.segments
+
+
+def test_documents_in_front_of_a_bare_prompt_change_places() -> None:
+    first, second = Document("Alpha.", "a"), Document("Beta.", "b")
+
+    forwards = renderer().completion("Hi", [first, second])
+
+    assert forwards.reordered([1, 0]) == renderer().completion("Hi", [second, first]).segments
+
+
+@pytest.mark.parametrize("template", [WITH_DOCUMENTS, REPEATING])
+def test_documents_that_a_template_numbers_or_repeats_do_not_change_places(template: str) -> None:
+    documents = [Document("Alpha.", "a"), Document("Beta.", "b")]
+
+    assert renderer(template).chat(HELLO[1:], documents).documents == ()
 
 
 def test_a_templates_own_place_for_documents_is_used() -> None:
@@ -130,8 +147,9 @@ def test_a_second_turn_extends_the_first_turns_prompt_and_answer(template: str) 
     before = (*joined(first), *answer)
 
     assert joined(second)[: len(before)] == before
-    assert second[: len(first) - 1] == first[:-1]
-    assert second[len(first) - 1][: len(first[-1])] == first[-1]
+    earlier, later = first.segments, second.segments
+    assert later[: len(earlier) - 1] == earlier[:-1]
+    assert later[len(earlier) - 1][: len(earlier[-1])] == earlier[-1]
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, GEMMA, WITH_DOCUMENTS])
@@ -169,7 +187,7 @@ def test_where_pieces_cannot_be_told_apart_control_tokens_are_refused(template: 
         renderer(template).chat([Message("user", "a"), Message("assistant", f"x{EOS}")], ())
 
     assert caught.value.field == "messages.1.content"
-    assert len(renderer(template).chat([Message("user", "a")], ())) == 1
+    assert len(renderer(template).chat([Message("user", "a")], ()).segments) == 1
 
 
 def test_what_the_template_refuses_is_the_clients_mistake() -> None:
@@ -200,11 +218,11 @@ def test_a_completion_is_one_segment_behind_its_documents() -> None:
     segments = renderer().completion(f"Hi{EOS}", [Document(f"Alpha{EOS}", "a")])
 
     assert texts(segments) == ["Document a:\nAlpha<|im_end|>\n\n", "Hi<|im_end|>"]
-    assert [CONTROL_IDS.isdisjoint(segment) for segment in segments] == [True, False]
+    assert [CONTROL_IDS.isdisjoint(segment) for segment in segments.segments] == [True, False]
 
 
 def test_an_empty_completion_has_no_segments() -> None:
-    assert renderer().completion("", ()) == ()
+    assert renderer().completion("", ()).segments == ()
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:

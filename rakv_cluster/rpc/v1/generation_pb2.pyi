@@ -12,6 +12,7 @@ class Reuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REUSE_UNSPECIFIED: _ClassVar[Reuse]
     REUSE_EXACT: _ClassVar[Reuse]
     REUSE_OFF: _ClassVar[Reuse]
+    REUSE_REORDER: _ClassVar[Reuse]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -21,6 +22,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 REUSE_UNSPECIFIED: Reuse
 REUSE_EXACT: Reuse
 REUSE_OFF: Reuse
+REUSE_REORDER: Reuse
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -66,7 +68,7 @@ class Document(_message.Message):
     def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation")
+    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation", "documents_order")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_ORDER_FIELD_NUMBER: _ClassVar[int]
     input: Input
     model: str
     max_tokens: int
@@ -112,7 +115,8 @@ class GenerateRequest(_message.Message):
     n: int
     reuse: Reuse
     speculation: str
-    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ...) -> None: ...
+    documents_order: str
+    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ..., documents_order: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("id", "model", "choices", "usage")
@@ -145,7 +149,7 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[Choice, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms")
+    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms", "document_indices")
     class PromptSourcesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,9 +169,11 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_INDICES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
     prompt_sources: _containers.ScalarMap[str, int]
     timings_ms: _containers.ScalarMap[str, float]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    document_indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,119 @@
+"""Documents as a set, over HTTP: a cached order is found, reported, and changes no token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import httpx
+import pytest
+
+from rakv_cluster.testing.service import StartLocal
+from rakv_cluster.testing.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+DOCUMENTS = [{"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")]
+ORDERS = list(permutations(range(3)))
+
+
+@pytest.fixture
+def fresh(start_local: StartLocal) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=start_local().url, timeout=60.0) as client:
+        yield client
+
+
+def ask(http: httpx.Client, order: tuple[int, ...], **fields: Any) -> dict[str, Any]:
+    body = {
+        "messages": [{"role": "user", "content": "Which tree?"}],
+        "documents": [DOCUMENTS[i] for i in order],
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
+    response = http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def used(answer: dict[str, Any], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The documents in the order used, as indices into ``DOCUMENTS``."""
+    report = answer["rakv"]["documents"]
+    assert report["ids"] == [DOCUMENTS[order[i]]["id"] for i in report["indices"]]
+    return tuple(order[i] for i in report["indices"])
+
+
+def test_documents_stay_as_given_unless_asked(fresh: httpx.Client) -> None:
+    answer = ask(fresh, (2, 0, 1))
+
+    assert answer["rakv"]["documents"] == {
+        "order": "given", "indices": [0, 1, 2], "ids": ["cedar", "ash", "birch"],
+    }  # fmt: skip
+
+
+def test_a_cached_order_is_found_and_its_tokens_are_those_of_plain_decoding(
+    fresh: httpx.Client,
+) -> None:
+    seen = (1, 2, 0)
+    ask(fresh, seen)
+    plain = ask(fresh, seen, reuse="off")
+
+    def reused() -> bool:
+        return bool(ask(fresh, seen)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    eventually(reused, "the first prompt is stored")
+    for order in ORDERS:
+        answer = ask(fresh, order, reuse="reorder")
+
+        assert answer["rakv"]["documents"]["order"] == "cached"
+        assert used(answer, order) == seen
+        assert text_of(answer) == text_of(plain)
+        tokens = answer["usage"]["prompt_tokens"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * tokens
+
+
+def test_an_unknown_set_converges_to_one_order(fresh: httpx.Client) -> None:
+    orders = {used(ask(fresh, order, reuse="reorder"), order) for order in ORDERS}
+
+    assert len(orders) == 1
+
+
+def test_canonical_order_ignores_the_cache(fresh: httpx.Client) -> None:
+    canonical = {used(ask(fresh, o, documents_order="canonical"), o) for o in ORDERS}
+    (chosen,) = canonical
+    other = next(order for order in ORDERS if order[0] != chosen[0])
+    ask(fresh, other)
+
+    assert used(ask(fresh, other, documents_order="canonical"), other) == chosen
+
+
+def test_the_longest_of_several_cached_paths_wins(fresh: httpx.Client) -> None:
+    extra = {"id": "dogwood", "text": "dogwood. " * 60}
+    both = {"documents": [DOCUMENTS[2], extra, DOCUMENTS[0]]}
+    ask(fresh, (0, 1))
+    ask(fresh, (0, 1), **both)
+
+    asked = [DOCUMENTS[0], DOCUMENTS[2], extra]
+    report = ask(fresh, (), documents=asked, reuse="reorder")["rakv"]["documents"]
+
+    assert report["ids"] == ["cedar", "dogwood", "ash"]
+
+
+def test_an_error_names_the_document_as_it_was_sent(fresh: httpx.Client) -> None:
+    documents = [*DOCUMENTS, {"id": "bad", "text": ""}]
+    response = fresh.post(
+        CHAT,
+        json={
+            "messages": [{"role": "user", "content": "?"}],
+            "documents": documents,
+            "reuse": "reorder",
+        },
+    )
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "documents.3.text"
