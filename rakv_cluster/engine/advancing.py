@@ -9,6 +9,14 @@ from dataclasses import dataclass, field
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.drafting import DraftedStep, Drafting, judge
 from rakv_cluster.engine.emission import Emitter
+from rakv_cluster.engine.near_ties import (
+    NOTHING_DECIDED,
+    Decided,
+    decide,
+    is_lone,
+    note_lone,
+    start_replay,
+)
 from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.scheduler import TenantShares
 from rakv_cluster.engine.sequence import Sequence
@@ -80,24 +88,42 @@ class Advancer:
         """Advance lengths over what is verified, and emit tokens."""
         now_s = self._clock.monotonic_s()
         self._counters.steps += 1
+        lone = is_lone(step.parts)
         verdicts: list[Verdict] = []
         for part, choices in zip(step.parts, computed.choices, strict=True):
-            sequence, verified = part.sequence, part.tokens
-            if sequence.buffer is None:
-                raise AssertionError("a running sequence has a buffer")
+            decided = NOTHING_DECIDED
             if choices:
                 verdicts.append(judge(part, choices))
-                verified += verdicts[-1].verified_rows - 1
-            sequence.buffer.length += verified
-            self._counters.computed_tokens += verified
-            self._tenants.charge(sequence.request.tenant, verified)
-            if choices and self._take(part, choices, verdicts[-1], now_s):
-                outcome.ended.append(sequence)
+                decided = decide(part, choices, verdicts[-1], lone=lone)
+            self._advance(part, decided.verdict.verified_rows, computed, lone)
+            if choices and self._take(part, choices, decided, now_s):
+                outcome.ended.append(part.sequence)
+        # Near-ties are no fault of the drafts: what those brought is learned as judged.
         self._drafting.settle(step, verdicts, computed.ms)
 
-    def _take(self, part: Part, choices: Many[Choice], verdict: Verdict, now_s: float) -> bool:
+    def _advance(self, part: Part, rows: int, computed: Computed, lone: bool) -> None:
+        """Advance the verified length over ``rows`` rows from the part's last known token on."""
+        sequence, verified = part.sequence, part.tokens + rows - 1
+        if sequence.buffer is None:
+            raise AssertionError("a running sequence has a buffer")
+        if lone:
+            note_lone(sequence)
+        if sequence.replaying:
+            self._counters.replay_steps += 1
+            self._counters.replay_ms += computed.ms
+        sequence.buffer.length += verified
+        self._counters.computed_tokens += verified
+        self._tenants.charge(sequence.request.tenant, verified)
+
+    def _take(self, part: Part, choices: Many[Choice], decided: Decided, now_s: float) -> bool:
         """Take the chosen tokens that count; whether the request ended with them."""
-        sequence = part.sequence
+        sequence, verdict = part.sequence, decided.verdict
+        sequence.replaying = False
+        if decided.replay:
+            start_replay(sequence)
+            self._counters.replays += 1
+            if not verdict.emitted:
+                return False
         starts = sequence.first_token_s < 0
         if starts:
             sequence.first_token_s = now_s

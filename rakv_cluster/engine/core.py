@@ -62,6 +62,7 @@ class EngineCore:
         settings: EngineSettings,
         clock: Clock,
         numeric_class: str,
+        near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
         loaders: Workers,
         savers: Workers,
@@ -92,24 +93,14 @@ class EngineCore:
             settle_s=settings.settle_s,
         )
         self._keeper = Keeper(self._saver, cuts, limits)
-        self._prefixes = Prefixes(
-            store=store,
-            flight=flight,
-            pool=self._pool,
-            layout=runner.layout,
-            costs=self._costs,
-            saver=self._saver,
-            keeper=self._keeper,
-            loaders=loaders,
-            settings=settings,
-            numeric_class=numeric_class,
-            clock=clock,
-            counters=self._counters,
-            wake=wake,
-        )
+        self._prefixes = self._make_prefixes(store, flight, loaders, wake, numeric_class)
         self._emitter = Emitter(clock, self._counters)
         self._stepper = Stepper(
-            runner, self._costs, clock, max_step_tokens=settings.max_step_tokens
+            runner,
+            self._costs,
+            clock,
+            max_step_tokens=settings.max_step_tokens,
+            eps=near_tie_eps,
         )
         self._limits = StepLimits(
             settings.max_step_tokens, settings.min_prefill_tokens, settings.decode_gap_factor
@@ -129,6 +120,31 @@ class EngineCore:
         self._open: dict[str, Sequence] = {}
         self._arrivals = 0
         self._failed_steps = 0
+        self._lone_turn = False
+
+    def _make_prefixes(
+        self,
+        store: ChunkStore,
+        flight: SingleFlight,
+        loaders: Workers,
+        wake: Callable[[], None],
+        numeric_class: str,
+    ) -> Prefixes:
+        return Prefixes(
+            store=store,
+            flight=flight,
+            pool=self._pool,
+            layout=self._runner.layout,
+            costs=self._costs,
+            saver=self._saver,
+            keeper=self._keeper,
+            loaders=loaders,
+            settings=self._settings,
+            numeric_class=numeric_class,
+            clock=self._clock,
+            counters=self._counters,
+            wake=wake,
+        )
 
     @property
     def healthy(self) -> bool:
@@ -324,6 +340,7 @@ class EngineCore:
                 position=each.length,
                 remaining=each.remaining,
                 streaming=each.first_token_s >= 0,
+                alone=each.replaying,
             )
             for each in self._active.values()
             if each.phase is Phase.RUNNING
@@ -331,7 +348,10 @@ class EngineCore:
         if not candidates:
             return ()
         costs = self._costs.view(self._clock.monotonic_s())
-        return plan_step(candidates, self._tenants.served, self._limits, costs)
+        self._lone_turn = not self._lone_turn
+        return plan_step(
+            candidates, self._tenants.served, self._limits, costs, lone_turn=self._lone_turn
+        )
 
     def _run(self, step: DraftedStep) -> None:
         outcome = self._advancer.run(step)

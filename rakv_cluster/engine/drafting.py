@@ -44,6 +44,7 @@ class Drafting:
             for part in parts
             if (speculation := part.sequence.speculation) is not None
             and part.tokens == part.choices == 1
+            and not part.sequence.replaying
         ]
         if len(seats) < len(parts):
             return DraftedStep(tuple(parts))

@@ -46,6 +46,7 @@ class Engine:
         settings: EngineSettings,
         clock: Clock,
         numeric_class: str,
+        near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
     ) -> None:
         self._settings = settings
@@ -71,6 +72,7 @@ class Engine:
             settings=settings,
             clock=clock,
             numeric_class=numeric_class,
+            near_tie_eps=near_tie_eps,
             flight=flight,
             loaders=self._loaders,
             savers=self._savers,

@@ -72,6 +72,7 @@ class Prefixes:
         """Take an admitted sequence (buffer leased, length 0) into its first phase."""
         sequence.waiting_since_s = self._clock.monotonic_s()
         sequence.flight_until_s = -1.0
+        sequence.one_by_one, sequence.replaying = 0, False
         sequence.restart_reuse()
         if not sequence.use_store:
             sequence.phase = Phase.RUNNING

@@ -7,6 +7,7 @@ Order of service:
   keep the step within ``gap_factor`` of a step without them; at least half of it goes to the
   oldest prompt, so none starves, the rest to the tenant served least and, within it, to the
   shortest remainder, so a short prompt does not wait behind a long one;
+- a sequence that must compute alone (a replay) has every other step;
 - requests are admitted one by one, preempted ones first, then by tenant served least, then in
   order of arrival. The next in line is never overtaken: one that waits for memory gets it.
 """
@@ -24,6 +25,7 @@ class Candidate:
     """A sequence with tokens to compute: ``remaining`` of them from ``position`` on.
 
     ``arrival`` orders requests and identifies them; ``streaming`` says that it has emitted tokens.
+    One that is ``alone`` takes one token at a time in steps without others.
     """
 
     arrival: int
@@ -31,6 +33,7 @@ class Candidate:
     position: int
     remaining: int
     streaming: bool
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,20 @@ def plan_step(
     served: Mapping[str, float],
     limits: StepLimits,
     costs: CostView,
+    *,
+    lone_turn: bool = False,
 ) -> tuple[Share, ...]:
-    """How many tokens of which sequences the next forward computes; one-token shares first."""
-    singles = [each for each in candidates if each.remaining == 1]
+    """How many tokens of which sequences the next forward computes; one-token shares first.
+
+    ``lone_turn``: the oldest of those that compute alone has the step, if there is one.
+    """
+    together = [each for each in candidates if not each.alone]
+    alone = [each.arrival for each in candidates if each.alone]
+    if alone and (lone_turn or not together):
+        return (Share(min(alone), 1),)
+    singles = [each for each in together if each.remaining == 1]
     prompts = sorted(
-        (each for each in candidates if each.remaining > 1), key=lambda each: each.arrival
+        (each for each in together if each.remaining > 1), key=lambda each: each.arrival
     )
     shares = [Share(each.arrival, 1) for each in singles]
     if not prompts:

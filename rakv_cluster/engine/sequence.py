@@ -38,7 +38,8 @@ class Sequence:
     point; its chunks from index ``next_save`` on are not offered to the store yet, and those from
     ``prompt_chunks`` on hold generated tokens. ``blocks`` counts decode steps by (drafts checked,
     drafts accepted). It may hold leases on the chunks ``claimed``, and waits for those of others
-    until ``flight_until_s`` (below 0: never had to).
+    until ``flight_until_s`` (below 0: never had to). The KV of the first ``one_by_one`` generated
+    tokens is as lone one-token steps make it; while ``replaying`` the rest becomes so.
     """
 
     request: EngineRequest
@@ -69,6 +70,8 @@ class Sequence:
     stats_sent: bool = False
     speculation: Speculation | None = None
     blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
+    one_by_one: int = 0
+    replaying: bool = False
 
     @classmethod
     def create(

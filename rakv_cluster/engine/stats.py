@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start; written by the engine thread only."""
+    """Totals since start; written by the engine thread only.
+
+    ``replays`` are near-ties that were decided again (see :mod:`.near_ties`), in ``replay_steps``
+    lone steps.
+    """
 
     steps: int = 0
     requests: int = 0
@@ -25,6 +29,9 @@ class Counters:
     flights_awaited: int = 0
     flight_timeouts: int = 0
     step_failures: int = 0
+    replays: int = 0
+    replay_steps: int = 0
+    replay_ms: float = 0.0
     sink_failures: int = 0
 
     def finish(self, reason: str) -> None:

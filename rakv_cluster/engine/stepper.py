@@ -31,11 +31,14 @@ class Stepper:
     """The runner, the sampler and the cost estimates around them. Changes no sequence's state
     but the time of its first forward."""
 
-    def __init__(self, runner: Runner, costs: Costs, clock: Clock, *, max_step_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, costs: Costs, clock: Clock, *, max_step_tokens: int, eps: float
+    ) -> None:
         self._runner = runner
         self._costs = costs
         self._clock = clock
         self._max_step_tokens = max_step_tokens
+        self._eps = eps
         self._packer = StepPacker(max_step_tokens, runner.context_tokens)
 
     def compute(self, parts: Many[Part]) -> Computed:
@@ -50,7 +53,7 @@ class Stepper:
                 part.sequence.first_forward_s = began_s
         logits = self._runner.forward(self._packer.pack(parts))
         rows = [row for part in parts for row in _rule_rows(part)]
-        choices = iter(choose(logits, rows) if rows else ())
+        choices = iter(choose(logits, rows, eps=self._eps) if rows else ())
         by_part = tuple(tuple(islice(choices, part.choices)) for part in parts)
         ms = (self._clock.monotonic_s() - began_s) * 1e3
         self._observe(parts, ms)

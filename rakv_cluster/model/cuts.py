@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +17,52 @@ from rakv_cluster.types import SamplingParams
 # vocabulary takes milliseconds; a cut that is not there is looked for among 16 times as many.
 _FIRST_CANDIDATES = 512
 _MORE_CANDIDATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """Which tokens survive the cuts, bool ``[R, V]``: as the scores are, and in doubt.
+
+    ``certain`` ones survive, and none but ``possible`` ones do, also if every score were off by a
+    little. Without doubt all three are one tensor.
+    """
+
+    certain: torch.Tensor
+    kept: torch.Tensor
+    possible: torch.Tensor
+
+
+def survivors(
+    scaled: torch.Tensor, params: Sequence[SamplingParams], doubt: torch.Tensor | None = None
+) -> Survivors:
+    """Survivors of each row's cuts; ``scaled`` as in :func:`thresholds`.
+
+    ``doubt`` ``[R]`` is how far two scores of a row may be off against each other. A probability
+    mass is then off by a factor of ``exp(doubt)``, whatever the scores are.
+    """
+    alive = scaled > -math.inf
+    kept = alive & (scaled >= thresholds(scaled, params)[:, None])
+    if doubt is None:
+        return Survivors(kept, kept, kept)
+    off = doubt.tolist()
+    looser = [_with_doubt(item, -each) for item, each in zip(params, off, strict=True)]
+    tighter = [_with_doubt(item, each) for item, each in zip(params, off, strict=True)]
+    possible = alive & (scaled >= (thresholds(scaled, looser) - doubt)[:, None])
+    inside = scaled >= thresholds(scaled, tighter)[:, None]
+    # Surely inside is what is also clear of the first one outside, which could take its place.
+    outside = scaled.masked_fill(inside, -math.inf).amax(dim=-1)
+    certain = kept & inside & (scaled > (outside + doubt)[:, None])
+    return Survivors(certain, kept, possible | kept)
+
+
+def _with_doubt(params: SamplingParams, off: float) -> SamplingParams:
+    """Cuts as they act if masses are off by ``exp(off)``: tighter above 0, looser below."""
+    factor = math.exp(min(max(-off, -700.0), 700.0))
+    return replace(
+        params,
+        top_p=min(params.top_p * factor, 1.0) if params.top_p < 1.0 else 1.0,
+        min_p=min(params.min_p / factor, 1.0),
+    )
 
 
 def thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -11,13 +11,14 @@ separates equal scores. Nothing here depends on what else is in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from rakv_cluster.errors import InvalidRequest
-from rakv_cluster.model.cuts import thresholds
+from rakv_cluster.model.cuts import survivors
 from rakv_cluster.model.noise import gumbel, row_key
 from rakv_cluster.types import SamplingParams
 
@@ -113,34 +114,39 @@ class RuleRow:
 class Choice:
     """The token of one row.
 
-    ``margin`` is the winner's final score minus the runner-up's (perturbed by the noise when
-    sampling; infinite if one token survived): below the rounding error of the logits, divided by
-    the temperature, another numeric class may choose otherwise. ``logprob`` and ``top`` (likeliest
-    first) are natural logs under the model's own distribution, before penalties, bias and
-    temperature; None and empty unless asked for.
+    ``near_tie``: had the logits been off by the rounding error that :func:`choose` was told of,
+    another token might have won. ``logprob`` and ``top`` (likeliest first) are natural logs under
+    the model's own distribution, before penalties, bias and temperature; None and empty unless
+    asked for.
     """
 
     token_id: int
-    margin: float
+    near_tie: bool = False
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
+_Pick: TypeAlias = tuple[int, bool]
+"""A token and whether it was a near-tie."""
+
+
 @torch.inference_mode()
-def choose(logits: torch.Tensor, rows: Sequence[RuleRow]) -> list[Choice]:
+def choose(logits: torch.Tensor, rows: Sequence[RuleRow], *, eps: float = 0.0) -> list[Choice]:
     """Decide one token per row of ``logits``, float32 ``[R, V]``, which stays as it is.
 
-    Raises ``ValueError`` where a row has no finite highest score (NaN logits, everything banned).
+    ``eps`` is how far two logits of a row may be off against each other (see
+    :class:`~rakv_cluster.model.numerics.Numerics`); 0 looks for no near-ties. Raises
+    ``ValueError`` where a row has no finite highest score (NaN logits, everything banned).
     """
     scores = _adjusted(logits, rows)
-    picks: dict[int, tuple[int, float]] = {}
+    picks: dict[int, _Pick] = {}
     greedy = [index for index, row in enumerate(rows) if row.rule.greedy]
     sampled = [index for index, row in enumerate(rows) if not row.rule.greedy]
     if greedy:
-        picks.update(zip(greedy, _winners(_rows(scores, greedy)), strict=True))
+        picks.update(zip(greedy, _highest(_rows(scores, greedy), eps), strict=True))
     if sampled:
-        perturbed = _perturbed(_rows(scores, sampled), [rows[index] for index in sampled])
-        picks.update(zip(sampled, _winners(perturbed), strict=True))
+        drawn = _drawn(_rows(scores, sampled), [rows[index] for index in sampled], eps)
+        picks.update(zip(sampled, drawn, strict=True))
     logprobs = _logprobs(logits, rows, picks)
     return [Choice(*picks[index], *logprobs.get(index, (None, ()))) for index in range(len(rows))]
 
@@ -163,25 +169,39 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[RuleRow]) -> torch.Tensor:
     return scores
 
 
-def _winners(scores: torch.Tensor) -> list[tuple[int, float]]:
-    """Per row: the highest score's token (lowest id on ties) and its lead over the next."""
+def _highest(scores: torch.Tensor, eps: float) -> list[_Pick]:
+    """Per row the highest score's token, the lowest id on ties."""
+    best = _winners(scores)
+    near = torch.zeros(len(scores), dtype=torch.bool)
+    if eps:
+        near = _lead(scores, best) < eps
+    return list(zip(best.flatten().tolist(), near.tolist(), strict=True))
+
+
+def _winners(scores: torch.Tensor) -> torch.Tensor:
+    """Index of each row's highest score, the lowest on ties, int64 ``[R, 1]``."""
     best = scores.argmax(dim=-1, keepdim=True)
-    highest = scores.gather(-1, best)
-    runner_up = scores.scatter(-1, best, -math.inf).amax(dim=-1, keepdim=True)
-    if not bool(highest.isfinite().all()):
-        bad = (~highest.isfinite()).flatten().nonzero().flatten().tolist()
+    finite = scores.gather(-1, best).isfinite()
+    if not bool(finite.all()):
+        bad = (~finite).flatten().nonzero().flatten().tolist()
         raise ValueError(f"no finite highest score in rows {bad}")
-    margins = (highest - runner_up).flatten().tolist()
-    return list(zip(best.flatten().tolist(), margins, strict=True))
+    return best
 
 
-def _perturbed(scores: torch.Tensor, rows: Sequence[RuleRow]) -> torch.Tensor:
-    """``score / temperature + noise`` of the tokens that survive the cuts, others -inf: float64."""
+def _lead(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """How far the scores at ``best`` ``[R, 1]`` are above the highest of the others, ``[R]``."""
+    others = scores.scatter(-1, best, -math.inf).amax(dim=-1)
+    return scores.gather(-1, best)[:, 0] - others
+
+
+def _drawn(scores: torch.Tensor, rows: Sequence[RuleRow], eps: float) -> list[_Pick]:
+    """Per row the highest ``score / temperature + noise`` among what survives the cuts."""
     device = scores.device
     params = [row.rule.params for row in rows]
-    temperatures = [max(item.temperature, _MIN_TEMPERATURE) for item in params]
-    scaled = scores - scores.amax(dim=-1, keepdim=True)
-    scaled /= torch.tensor(temperatures, device=device)[:, None]
+    temperatures = torch.tensor(
+        [max(item.temperature, _MIN_TEMPERATURE) for item in params], device=device
+    )
+    scaled = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures[:, None]
     keys = torch.tensor(
         [
             row_key(item.seed, item.choice_index, row.position)
@@ -189,18 +209,33 @@ def _perturbed(scores: torch.Tensor, rows: Sequence[RuleRow]) -> torch.Tensor:
         ],
         device=device,
     )
+    doubt = eps / temperatures
     if not any(item.top_k or item.top_p < 1.0 or item.min_p for item in params):
-        return scaled + gumbel(keys[:, None], torch.arange(scaled.shape[-1], device=device))
-    keep = (scaled > -math.inf) & (scaled >= thresholds(scaled, params)[:, None])
-    row_of, token_of = keep.nonzero(as_tuple=True)
-    noise = gumbel(keys[row_of], token_of)
+        noise = gumbel(keys[:, None], torch.arange(scaled.shape[-1], device=device))
+        perturbed = scaled + noise
+        best = _winners(perturbed)
+        near = _lead(perturbed, best) < doubt if eps else torch.zeros(len(rows), dtype=torch.bool)
+        return list(zip(best.flatten().tolist(), near.tolist(), strict=True))
+    alive = survivors(scaled, params, doubt if eps else None)
+    perturbed = _perturbed(scaled, keys, alive.possible)
+    best = _winners(perturbed.masked_fill(~alive.kept, -math.inf) if eps else perturbed)
+    near = torch.zeros(len(rows), dtype=torch.bool)
+    if eps:
+        unsure = ~alive.certain.gather(-1, best)[:, 0]
+        near = unsure | (_lead(perturbed, best) < doubt)
+    return list(zip(best.flatten().tolist(), near.tolist(), strict=True))
+
+
+def _perturbed(scaled: torch.Tensor, keys: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Scores with noise where ``alive``, -inf elsewhere: float64 ``[R, V]``."""
+    row_of, token_of = alive.nonzero(as_tuple=True)
     perturbed = torch.full_like(scaled, -math.inf, dtype=torch.float64)
-    perturbed[row_of, token_of] = scaled[row_of, token_of] + noise
+    perturbed[row_of, token_of] = scaled[row_of, token_of] + gumbel(keys[row_of], token_of)
     return perturbed
 
 
 def _logprobs(
-    logits: torch.Tensor, rows: Sequence[RuleRow], picks: dict[int, tuple[int, float]]
+    logits: torch.Tensor, rows: Sequence[RuleRow], picks: Mapping[int, _Pick]
 ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
     """Log-probability and likeliest alternatives for the rows that want them."""
     wanted = [index for index, row in enumerate(rows) if row.top_logprobs >= 0]

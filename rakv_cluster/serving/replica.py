@@ -59,6 +59,7 @@ class Replica:
             settings=engine_settings(settings),
             clock=clock,
             numeric_class=model.card.numeric_class,
+            near_tie_eps=model.card.guarded_eps,
             flight=flight,
         )
         self._reporter = RoutingReporter(

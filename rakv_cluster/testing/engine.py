@@ -94,6 +94,7 @@ class EngineHarness:
         loaders: Workers | None = None,
         savers: Workers | None = None,
         numeric_class: str = "fake",
+        near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
         speculator: Speculator | None = None,
     ) -> None:
@@ -110,6 +111,7 @@ class EngineHarness:
             settings=settings,
             clock=clock,
             numeric_class=numeric_class,
+            near_tie_eps=near_tie_eps,
             flight=flight,
             loaders=loaders or InlineWorkers(),
             savers=savers or InlineWorkers(),

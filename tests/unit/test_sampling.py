@@ -65,12 +65,14 @@ EVERY = range(VOCAB)
 
 class TestGreedy:
     def test_takes_the_lowest_id_of_equal_logits(self) -> None:
-        assert pick(LOGITS, RuleRow(rule(), 0)) == Choice(token_id=1, margin=0.0)
+        assert pick(LOGITS, RuleRow(rule(), 0)) == Choice(token_id=1)
 
-    def test_margin_is_the_lead_over_the_runner_up(self) -> None:
+    @pytest.mark.parametrize(("eps", "near"), [(0.0, False), (0.2, False), (0.3, True)])
+    def test_a_near_tie_is_a_lead_below_eps(self, eps: float, near: bool) -> None:
         logits = LOGITS.clone()
         logits[5] = 3.25
-        assert pick(logits, RuleRow(rule(), 0)) == Choice(token_id=5, margin=0.25)
+        (choice,) = choose(logits[None], [RuleRow(rule(), 0)], eps=eps)
+        assert choice == Choice(token_id=5, near_tie=near)
 
     def test_ignores_seed_and_cuts(self) -> None:
         params = SamplingParams(seed=9, top_k=1, top_p=0.1, min_p=0.5)
@@ -142,7 +144,7 @@ class TestAdjustments:
     def test_logit_bias_is_added_after_penalties(self) -> None:
         params = SamplingParams(repetition_penalty=2.0, logit_bias={6: 4.5, 1: -0.5})
         choice = pick(LOGITS, RuleRow(rule(params, prompt=(6,)), 0))
-        assert choice == Choice(token_id=5, margin=0.5)  # 6: -1 * 2 + 4.5; 1: 3 - 0.5
+        assert choice == Choice(token_id=5)  # 6: -1 * 2 + 4.5; 1: 3 - 0.5
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_banned_ids_are_never_chosen(self, temperature: float) -> None:
@@ -227,17 +229,21 @@ class TestSampling:
         )
         assert different > 40
 
-    def test_margin_is_infinite_for_a_lone_survivor(self) -> None:
+    def test_a_lone_survivor_that_nothing_can_replace_is_no_near_tie(self) -> None:
         logits = LOGITS.clone()
         logits[5] = 9.0
-        choice = pick(logits, RuleRow(rule(SamplingParams(temperature=1.0, top_k=1)), 0))
-        assert choice == Choice(token_id=5, margin=math.inf)
+        row = RuleRow(rule(SamplingParams(temperature=1.0, top_k=1)), 0)
+        (choice,) = choose(logits[None], [row], eps=1.0)
+        assert choice == Choice(token_id=5)
 
-    def test_margin_is_measured_on_perturbed_scores(self) -> None:
+    def test_a_near_tie_is_a_lead_of_perturbed_scores(self) -> None:
         params = SamplingParams(temperature=0.5, seed=8)
         noise = gumbel(torch.tensor(row_key(8, 0, 4)), torch.arange(VOCAB))
         best, second = ((LOGITS.double() / 0.5) + noise).topk(2).values.tolist()
-        assert pick(LOGITS, RuleRow(rule(params), 4)).margin == pytest.approx(best - second)
+        lead = (best - second) * 0.5
+        for eps, near in ((0.9 * lead, False), (1.1 * lead, True)):
+            (choice,) = choose(LOGITS[None], [RuleRow(rule(params), 4)], eps=eps)
+            assert choice.near_tie is near
 
 
 class TestThresholds:
