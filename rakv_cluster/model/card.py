@@ -6,11 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerFast
 
 from rakv_cluster.kv.layout import LAYOUT_VERSION, KvLayout
+
+Exactness: TypeAlias = Literal["bitwise", "guarded", "numerically equivalent"]
+"""``bitwise``: equal logits, whatever the batch, drafts and cache. ``guarded``: logits differ by
+rounding, and tokens that it could change are computed again as plain decoding does. ``numerically
+equivalent``: tokens may differ where two are nearly level."""
 
 _NOT_SEMANTIC = frozenset(
     {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -47,6 +52,13 @@ class ModelCard:
         equivalent to plain decoding, not equal.
         """
         return self.near_tie_eps if self.layout.dtype == "float32" else 0.0
+
+    @property
+    def exactness(self) -> Exactness:
+        """What holds of exact mode's tokens against plain decoding without a cache."""
+        if self.near_tie_eps == 0:
+            return "bitwise"
+        return "guarded" if self.guarded_eps else "numerically equivalent"
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> bytes:

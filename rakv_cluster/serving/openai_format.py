@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rakv_cluster.engine.request import RequestStats
 from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import RakvError
+from rakv_cluster.model.card import Exactness
 from rakv_cluster.serving.documents import Placed
 from rakv_cluster.serving.generation import TokenText, Update
 from rakv_cluster.types import ReuseMode, TokenLogprob
@@ -62,6 +63,7 @@ class Totals:
     prompt_tokens: int
     reuse: ReuseMode
     tokenize_ms: float
+    exactness: Exactness
     placed: Placed = field(default_factory=Placed)
     output_tokens: dict[int, int] = field(default_factory=dict)
     stats: RequestStats = field(default_factory=RequestStats)
@@ -98,6 +100,7 @@ class Totals:
         stats = self.stats
         return {
             "reuse": self.reuse.value,
+            "exactness": self.exactness,
             "tokens": self.sources(),
             "documents": {
                 "order": self.placed.order,

@@ -31,7 +31,11 @@ class Run:
     ) -> None:
         self.prepared = prepared
         self.totals = Totals(
-            prepared.prompt_tokens, prepared.reuse, prepared.tokenize_ms, prepared.placed
+            prepared.prompt_tokens,
+            prepared.reuse,
+            prepared.tokenize_ms,
+            service.card.exactness,
+            prepared.placed,
         )
         self._service = service
         self._metrics = metrics
