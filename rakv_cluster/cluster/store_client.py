@@ -93,6 +93,13 @@ class NodeStore:
                 outcomes[index] = loaded
         return outcomes
 
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Of this node's own records."""
+        known: dict[bytes, bytes] = {}
+        for reader in self._local():
+            known |= reader.donors(contents)
+        return known
+
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """Encode and send to this node's shard; returns how many it took within the deadline.
 

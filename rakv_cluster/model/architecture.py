@@ -59,7 +59,7 @@ def supported_context_tokens(config: PreTrainedConfig) -> int:
     beyond it a sequence's output would depend on what else is in its batch.
     """
     limit = int(config.max_position_embeddings)
-    if not _rope_types(config) & _LENGTH_DEPENDENT_ROPE:
+    if not length_dependent_rope(config):
         return limit
     trained = [
         int(value)
@@ -67,6 +67,11 @@ def supported_context_tokens(config: PreTrainedConfig) -> int:
         if (value := parameters.get("original_max_position_embeddings"))
     ]
     return min([limit, *trained])
+
+
+def length_dependent_rope(config: PreTrainedConfig) -> bool:
+    """Whether rotary frequencies depend on how long the sequence is."""
+    return bool(_rope_types(config) & _LENGTH_DEPENDENT_ROPE)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

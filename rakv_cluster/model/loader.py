@@ -22,10 +22,12 @@ from transformers import (
 
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.architecture import check_config, supported_context_tokens
 from rakv_cluster.model.card import ModelCard, model_digest, tokenizer_digest
 from rakv_cluster.model.fingerprint import weights_fingerprint
 from rakv_cluster.model.quiet import no_progress_bars
+from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.selection import DEFAULT_KERNELS, KernelOptions, choose_runner
 from rakv_cluster.model.step import Runner
 
@@ -37,11 +39,15 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to serve. ``runner`` belongs to one thread; the rest may be shared."""
+    """A model ready to serve. ``runner`` belongs to one thread; the rest may be shared.
+
+    ``rotation`` moves its keys to other positions.
+    """
 
     runner: Runner
     tokenizer: PreTrainedTokenizerFast
     card: ModelCard
+    rotation: KeyRotation
 
 
 def load_model(
@@ -85,7 +91,7 @@ def load_model(
         self_check_error=built.error,
         near_tie_eps=built.numerics.near_tie_eps,
     )
-    return LoadedModel(built.runner, tokenizer, card)
+    return LoadedModel(built.runner, tokenizer, card, key_rotation(model, built.runner))
 
 
 def check_model(source: str, *, device: str = "cpu") -> None:

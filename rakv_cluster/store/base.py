@@ -113,6 +113,13 @@ class ChunkStore(Protocol):
         """Read KV into each item's ``out``; one outcome per item, in order."""
         ...
 
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        """For those content keys that some record near by can serve, that record's own key.
+
+        Near by: in this process or on this node. See :mod:`rakv_cluster.store.donors`.
+        """
+        ...
+
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """Offer records; returns how many were taken (a full or broken store takes none)."""
         ...

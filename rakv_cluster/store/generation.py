@@ -19,6 +19,7 @@ from rakv_cluster.chunking.keys import KEY_BYTES
 from rakv_cluster.errors import CorruptRecord, StoreUnavailable
 from rakv_cluster.kv.codec import EncodedRecord, RecordHead, parse_head
 from rakv_cluster.store.base import Found
+from rakv_cluster.store.donors import Donor, donated_content
 from rakv_cluster.store.eviction import Entry
 from rakv_cluster.store.folder import DATA_FILE, check_data_file
 from rakv_cluster.types import Tier
@@ -33,7 +34,9 @@ pages usable: with whole records of mixed size the map is full at 80% (research/
 _ENTRY = struct.Struct("<QQIIdddI32s")
 _RECORD_ID = struct.Struct(">Q")
 _SEGMENT_KEY = struct.Struct(">QI")
-_DATABASES = (b"heads", b"bodies", b"index", b"pins", b"state")
+_DONOR = struct.Struct(f"<Q{KEY_BYTES}s")
+_MOST_DONORS_READ = 16
+_DATABASES = (b"heads", b"bodies", b"index", b"pins", b"state", b"contents")
 _SCHEMA_KEY = b"schema"
 _SCHEMA = b"1"
 _PIN = struct.Struct("<d")
@@ -122,7 +125,8 @@ class Generation:
     def _open_databases(self, readonly: bool) -> None:
         try:
             databases = [self.env.open_db(name, create=not readonly) for name in _DATABASES]
-            self.heads, self.bodies, self.index, self.pins, self.state = databases
+            self.heads, self.bodies, self.index, self.pins, self.state = databases[:5]
+            self.contents = databases[5]
             with self.env.begin(write=not readonly) as txn:
                 schema = txn.get(_SCHEMA_KEY, db=self.state)
                 if schema is None and not readonly:
@@ -275,6 +279,10 @@ def put_record(
     """Write a record that is not there yet."""
     txn.put(record.key, _RECORD_ID.pack(record_id) + record.head, db=generation.heads)
     put_entry(generation, txn, record.key, record_id, entry)
+    content = donated_content(parse_head(record.head))
+    if content:
+        donor = _DONOR.pack(entry.start, record.key)
+        txn.put(content + _RECORD_ID.pack(record_id), donor, db=generation.contents)
     body = memoryview(record.body)
     for number, start in enumerate(range(0, len(body), SEGMENT_BYTES)):
         txn.put(
@@ -319,6 +327,7 @@ def put_entry(generation: Generation, txn: Any, key: bytes, record_id: int, entr
 
 def delete_record(generation: Generation, txn: Any, key: bytes, record_id: int) -> None:
     """Remove a record and all its segments."""
+    _delete_donor(generation, txn, key, record_id)
     txn.delete(key, db=generation.heads)
     txn.delete(key, db=generation.index)
     prefix = _RECORD_ID.pack(record_id)
@@ -326,6 +335,34 @@ def delete_record(generation: Generation, txn: Any, key: bytes, record_id: int) 
         found = cursor.set_range(prefix)
         while found and bytes(cursor.key())[: _RECORD_ID.size] == prefix:
             found = cursor.delete()
+
+
+def read_donors(generation: Generation, txn: Any, content: bytes) -> list[Donor]:
+    """Records that can serve a content key, the oldest first; a bounded number of them."""
+    donors: list[Donor] = []
+    with txn.cursor(db=generation.contents) as cursor:
+        found = cursor.set_range(content)
+        while found and bytes(cursor.key())[:KEY_BYTES] == content:
+            if len(cursor.value()) == _DONOR.size:
+                start, key = _DONOR.unpack(cursor.value())
+                donors.append(Donor(key, start))
+            if len(donors) == _MOST_DONORS_READ:
+                break
+            found = cursor.next()
+    return donors
+
+
+def _delete_donor(generation: Generation, txn: Any, key: bytes, record_id: int) -> None:
+    """Forget a record as a donor. One whose head is damaged stays listed: it is found missing."""
+    value = txn.get(key, db=generation.heads)
+    if value is None:
+        return
+    try:
+        content = donated_content(parse_head(memoryview(value)[_RECORD_ID.size :]))
+    except CorruptRecord:
+        return
+    if content:
+        txn.delete(content + _RECORD_ID.pack(record_id), db=generation.contents)
 
 
 def tick(generation: Generation, txn: Any) -> None:

@@ -84,6 +84,9 @@ class LmdbStore:
             self._writer.discard(report.damaged)
         return outcomes
 
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        return self._reader.donors(contents)
+
     def put(self, records: Sequence[ChunkRecord]) -> int:
         result = self._writer.commit([encode(record, self._codec) for record in records])
         return len(result.stored) + result.duplicates

@@ -12,6 +12,7 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.store.base import ChunkRecord, Found, Loaded, LoadItem, StoreStats, serves
 from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.counters import Counters
+from rakv_cluster.store.donors import Donor, best_donor, donated_content
 from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
 from rakv_cluster.types import Tier
 
@@ -25,6 +26,7 @@ class MemoryStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[bytes, ChunkRecord] = {}
+        self._donors: dict[bytes, dict[bytes, Donor]] = {}
         self._catalog = Catalog(budget_bytes, policy)
         self._counters = Counters(_COUNTERS)
 
@@ -43,6 +45,11 @@ class MemoryStore:
         self._counters.add("ram_hits", len(hits))
         self._counters.add("ram_misses", len(items) - len(hits))
         return outcomes
+
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        with self._lock:
+            known = {content: self._donors.get(content) for content in contents}
+            return {c: best_donor(each.values()).key for c, each in known.items() if each}
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
         # A prompt's last chunk first: it is worth nothing without the others and leaves first.
@@ -85,9 +92,12 @@ class MemoryStore:
             self._drop(record.key)
             victims = self._catalog.victims({record.namespace: size_bytes})
             for key in victims:
-                del self._held[key]
+                self._take(key)
                 self._catalog.remove(key, evicted=True)
             self._held[record.key] = kept
+            if content := donated_content(kept):
+                donors = self._donors.setdefault(content, {})
+                donors[kept.key] = Donor(kept.key, kept.start)
             self._catalog.add(record.key, entry)
         self._counters.add("ram_puts")
         self._counters.add("ram_evictions", len(victims))
@@ -95,10 +105,20 @@ class MemoryStore:
 
     def _drop(self, key: bytes) -> bool:
         """Remove a record if it is there; the lock is held."""
-        if self._held.pop(key, None) is None:
+        if key not in self._held:
             return False
+        self._take(key)
         self._catalog.remove(key)
         return True
+
+    def _take(self, key: bytes) -> None:
+        """Let go of a held record's KV; the lock is held."""
+        content = donated_content(self._held.pop(key))
+        if content:
+            donors = self._donors[content]
+            del donors[key]
+            if not donors:
+                del self._donors[content]
 
 
 def _load(held: ChunkRecord | None, item: LoadItem) -> Loaded:

@@ -21,6 +21,9 @@ class NullStore:
     def load(self, items: Sequence[LoadItem]) -> list[Loaded]:
         return [Loaded(ok=False, tier=Tier.RAM) for _ in items]
 
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        return {}
+
     def put(self, records: Sequence[ChunkRecord]) -> int:
         return 0
 

@@ -16,6 +16,7 @@ from rakv_cluster.errors import CorruptRecord, StoreUnavailable
 from rakv_cluster.kv.codec import EncodedRecord, decode
 from rakv_cluster.store.base import Found, Loaded, LoadItem
 from rakv_cluster.store.counters import Counters
+from rakv_cluster.store.donors import best_donor
 from rakv_cluster.store.folder import ShardFolder
 from rakv_cluster.store.generation import (
     Generation,
@@ -23,6 +24,7 @@ from rakv_cluster.store.generation import (
     get_encoded,
     get_head,
     read_body,
+    read_donors,
 )
 from rakv_cluster.types import Tier
 
@@ -121,6 +123,15 @@ class ShardReader:
         def collect(generation: Generation, txn: Any) -> dict[bytes, Found]:
             heads = {key: self._head(generation, txn, key) for key in keys}
             return {key: stored.found() for key, stored in heads.items() if stored is not None}
+
+        return self._read(collect, {})
+
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        """For each content key that is served here, the key of the record that serves it best."""
+
+        def collect(generation: Generation, txn: Any) -> dict[bytes, bytes]:
+            candidates = {content: read_donors(generation, txn, content) for content in contents}
+            return {c: best_donor(donors).key for c, donors in candidates.items() if donors}
 
         return self._read(collect, {})
 

@@ -56,6 +56,11 @@ class TieredStore:
         self._promote([items[index] for index in missed if outcomes[index].ok])
         return outcomes
 
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        known = self._memory.donors(contents)
+        missing = [content for content in contents if content not in known]
+        return {**known, **self._disk.donors(missing)} if missing else known
+
     def put(self, records: Sequence[ChunkRecord]) -> int:
         # The caller may reuse the buffers that the KV are views of; one copy serves both tiers.
         kept = [frozen_copy(record) for record in records]

@@ -3,9 +3,10 @@
 Fault contract: a fault is drawn per call from ``draw`` (:func:`seeded_faults` repeats a run by its
 seed). RAISE: the call raises. FORGET: nothing is found, loaded or taken. DELAY: ``delay()`` runs
 before the call, which then works. FULL: ``put`` takes nothing, all else works. LIE: ``find``
-reports records under wrong tokens and keys nobody asked for, ``load`` scribbles over its targets
-and reports failure from some item on, ``put`` claims success and keeps nothing. What no fault does
-is deliver other bytes as good ones: that is the one promise of a store that a reader cannot check.
+reports records under wrong tokens and keys nobody asked for, ``donors`` exchanges
+records, ``load`` scribbles over its targets and reports failure from some item on, ``put`` claims
+success and keeps nothing. What no fault does is deliver other bytes as good ones: that is the one
+promise of a store that a reader cannot check.
 """
 
 from __future__ import annotations
@@ -77,6 +78,15 @@ class FaultyStore:
                 item.out.fill(np.iinfo(item.out.dtype).max)  # as bits, NaN
             return [*outcomes[:kept], Loaded(ok=False, tier=Tier.DISK)]
         return outcomes
+
+    def donors(self, contents: Sequence[bytes]) -> dict[bytes, bytes]:
+        fault = self._fault()
+        if fault is Fault.FORGET:
+            return {}
+        known = self._inner.donors(contents)
+        if fault is Fault.LIE:
+            return dict(zip(known, reversed(known.values()), strict=True))
+        return known
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
         fault = self._fault()

@@ -1,0 +1,44 @@
+"""Moving keys: rotary positions make a key at one position a rotation of itself at another.
+
+A model stores ``R(p) k``, where ``R(p)`` turns the pair of channels ``(i, i + n)`` of the first
+``2 n`` channels by the angle ``p * frequency[i]``; so ``R(q) k = R(q - p) (R(p) k)``. Values have
+no position. The scale that some RoPE types put on ``R`` stays on the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRotation:
+    """Frequencies of every layer, float64 ``[layers, n]``; or why keys cannot be moved."""
+
+    frequencies: torch.Tensor
+    refusal: str = ""
+
+    @classmethod
+    def refused(cls, reason: str) -> KeyRotation:
+        """Keys of this model stay where they are."""
+        return cls(torch.empty(0, 0, dtype=torch.float64), reason)
+
+    def move(self, keys: torch.Tensor, distance: int) -> None:
+        """Rotate ``keys`` ``[layers, kv_heads, tokens, head_dim]`` in place, all layers at once.
+
+        ``distance`` is the new position less the old one. Raises ``ValueError`` if refused.
+        """
+        if self.refusal:
+            raise ValueError(self.refusal)
+        if distance == 0:
+            return
+        half = self.frequencies.shape[1]
+        angles = self.frequencies * distance
+        shape = (len(angles), 1, 1, half)
+        cos = angles.cos().to(keys.device, torch.float32).view(shape)
+        sin = angles.sin().to(keys.device, torch.float32).view(shape)
+        low = keys[..., :half].to(torch.float32, copy=True)
+        high = keys[..., half : 2 * half].to(torch.float32, copy=True)
+        keys[..., :half] = low * cos - high * sin
+        keys[..., half : 2 * half] = high * cos + low * sin
