@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from random import Random
 from typing import Any, TypeVar
 
@@ -21,23 +20,22 @@ from google.protobuf.message import Message as Proto
 from typing_extensions import Self, Unpack
 
 from rakv_cluster.client.answers import Answer
+from rakv_cluster.client.grpc_calls import (
+    DEFAULT_TARGET,
+    GrpcAnswerBuilder,
+    chat_input,
+    documents_of,
+    generate_request,
+    translated,
+)
 from rakv_cluster.client.requests import Document, Message, Options
 from rakv_cluster.client.retries import RetryPolicy
 from rakv_cluster.client.transport import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, SYSTEM_CLOCK
 from rakv_cluster.clock import Clock
-from rakv_cluster.errors import InvalidRequest, RakvError, Unavailable
+from rakv_cluster.errors import RakvError
 from rakv_cluster.rpc.calls import Method, methods
-from rakv_cluster.rpc.status import DETAILS_KEY, error_from
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
-
-DEFAULT_TARGET = "127.0.0.1:8001"
-_REUSE = {
-    "exact": generation.REUSE_EXACT,
-    "reorder": generation.REUSE_REORDER,
-    "off": generation.REUSE_OFF,
-}
-_FINISH = {generation.FINISH_REASON_STOP: "stop", generation.FINISH_REASON_LENGTH: "length"}
 
 T = TypeVar("T")
 
@@ -45,14 +43,9 @@ T = TypeVar("T")
 class GrpcStream:
     """An answer as it comes: iterate for its pieces of text, then ask for :attr:`answer`."""
 
-    def __init__(self, call: Any, clock: Clock, started_s: float) -> None:
+    def __init__(self, call: Any, builder: GrpcAnswerBuilder) -> None:
         self._call = call
-        self._clock = clock
-        self._started_s = started_s
-        self._first_s = -1.0
-        self._text: list[str] = []
-        self._finish_reason = ""
-        self._answers: list[Answer] = []
+        self._builder = builder
         self._pieces = self._read()
 
     def __iter__(self) -> Iterator[str]:
@@ -66,9 +59,7 @@ class GrpcStream:
         """The whole answer; reads what has not been read yet."""
         for _ in self._pieces:
             pass
-        if not self._answers:
-            raise Unavailable("the stream broke off before the answer's end")
-        return self._answers[0]
+        return self._builder.finish()
 
     def close(self) -> None:
         """Leave; the server cancels what it has not generated yet."""
@@ -81,38 +72,10 @@ class GrpcStream:
         self.close()
 
     def _read(self) -> Generator[str, None, None]:
-        with _translated():
+        with translated():
             for event in self._call:
-                if event.HasField("usage"):
-                    self._answers.append(self._finished(event.usage))
-                    continue
-                self._finish_reason = _FINISH.get(event.delta.finish_reason, "")
-                if event.delta.text:
-                    if self._first_s < 0:
-                        self._first_s = self._clock.monotonic_s()
-                    self._text.append(event.delta.text)
-                    yield event.delta.text
-
-    def _finished(self, usage: generation.Usage) -> Answer:
-        ended_s = self._clock.monotonic_s()
-        first_s = self._first_s if self._first_s >= 0 else ended_s
-        return Answer(
-            text="".join(self._text),
-            finish_reason=self._finish_reason,
-            ttft_s=first_s - self._started_s,
-            total_s=ended_s - self._started_s,
-            usage={
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.output_tokens,
-                "total_tokens": usage.prompt_tokens + usage.output_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            },
-            rakv={
-                "tokens": dict(usage.prompt_sources),
-                "documents": {"indices": list(usage.document_indices)},
-                "timings_ms": dict(usage.timings_ms),
-            },
-        )
+                if piece := self._builder.feed(event):
+                    yield piece
 
 
 class GrpcClient:
@@ -154,7 +117,7 @@ class GrpcClient:
         **options: Unpack[Options],
     ) -> Answer:
         """The answer to a conversation; a text alone is the user's message."""
-        return self._whole(_request(_chat(messages, documents), options))
+        return self._whole(generate_request(chat_input(messages, documents), options))
 
     def stream_chat(
         self,
@@ -164,21 +127,35 @@ class GrpcClient:
         **options: Unpack[Options],
     ) -> GrpcStream:
         """As :meth:`chat`, piece by piece; never tried again."""
-        return self._open(_request(_chat(messages, documents), options))
+        return self._open(generate_request(chat_input(messages, documents), options))
 
     def complete(
         self, prompt: str, *, documents: Sequence[Document] = (), **options: Unpack[Options]
     ) -> Answer:
         """What follows ``prompt``; no chat template."""
-        given = generation.Input(prompt=prompt, documents=_documents(documents))
-        return self._whole(_request(given, options))
+        given = generation.Input(prompt=prompt, documents=documents_of(documents))
+        return self._whole(generate_request(given, options))
+
+    def explain_route(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        documents: Sequence[Document] = (),
+        **options: Unpack[Options],
+    ) -> generation.ExplainRouteResponse:
+        """Where a request would go now, and why; nothing is generated."""
+        request = generate_request(chat_input(messages, documents), options)
+        answer: generation.ExplainRouteResponse = self._unary(
+            "ExplainRoute", generation.ExplainRouteRequest(request=request)
+        )
+        return answer
 
     def warm(
         self, messages: str | Sequence[Message], *, documents: Sequence[Document] = ()
     ) -> cache.WarmResponse:
         """Compute and store the KV of a conversation, above all that of its documents."""
         answer: cache.WarmResponse = self._unary(
-            "Warm", cache.WarmRequest(input=_chat(messages, documents))
+            "Warm", cache.WarmRequest(input=chat_input(messages, documents))
         )
         return answer
 
@@ -187,7 +164,7 @@ class GrpcClient:
     ) -> cache.LookupResponse:
         """Which of a conversation's chunks are on which nodes' disks."""
         answer: cache.LookupResponse = self._unary(
-            "Lookup", cache.LookupRequest(input=_chat(messages, documents))
+            "Lookup", cache.LookupRequest(input=chat_input(messages, documents))
         )
         return answer
 
@@ -200,7 +177,7 @@ class GrpcClient:
         documents: Sequence[Document] = (),
     ) -> cache.PinResponse:
         """Keep a conversation's chunks from eviction; needs the admin scope."""
-        given = _chat(messages, documents)
+        given = chat_input(messages, documents)
         answer: cache.PinResponse = self._unary(
             "Pin", cache.PinRequest(input=given, owner=owner, ttl_s=ttl_s)
         )
@@ -214,7 +191,7 @@ class GrpcClient:
         documents: Sequence[Document] = (),
     ) -> cache.UnpinResponse:
         """End an owner's pins; needs the admin scope."""
-        given = _chat(messages, documents)
+        given = chat_input(messages, documents)
         answer: cache.UnpinResponse = self._unary(
             "Unpin", cache.UnpinRequest(input=given, owner=owner)
         )
@@ -225,7 +202,7 @@ class GrpcClient:
     ) -> cache.EvictResponse:
         """Remove a conversation's chunks from all nodes' disks; needs the admin scope."""
         answer: cache.EvictResponse = self._unary(
-            "Evict", cache.EvictRequest(input=_chat(messages, documents))
+            "Evict", cache.EvictRequest(input=chat_input(messages, documents))
         )
         return answer
 
@@ -264,11 +241,11 @@ class GrpcClient:
         call = self._calls["GenerateStream"](
             request, timeout=self._timeout_s, metadata=self._metadata
         )
-        return GrpcStream(call, self._clock, started_s)
+        return GrpcStream(call, GrpcAnswerBuilder(self._clock, started_s))
 
     def _unary(self, name: str, request: Proto) -> Any:
         def ask() -> Any:
-            with _translated():
+            with translated():
                 return self._calls[name](request, timeout=self._timeout_s, metadata=self._metadata)
 
         return self._retried(ask)
@@ -284,47 +261,3 @@ class GrpcClient:
                 if wait_s < 0:
                     raise
             self._sleep(wait_s)
-
-
-def _chat(messages: str | Sequence[Message], documents: Sequence[Document]) -> generation.Input:
-    given = [Message("user", messages)] if isinstance(messages, str) else messages
-    chat = generation.Chat(
-        messages=[generation.Message(role=m.role, content=m.content) for m in given]
-    )
-    return generation.Input(chat=chat, documents=_documents(documents))
-
-
-def _documents(documents: Sequence[Document]) -> list[generation.Document]:
-    return [generation.Document(id=d.id, text=d.text) for d in documents]
-
-
-def _request(given: generation.Input, options: Options) -> generation.GenerateRequest:
-    """Raises :class:`InvalidRequest` for values that the message cannot hold."""
-    fields: dict[str, Any] = dict(options)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = [fields["stop"]]
-    if "reuse" in fields:
-        fields["reuse"] = _REUSE[fields["reuse"]]
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-    request = generation.GenerateRequest(input=given)
-    for name, value in fields.items():
-        try:
-            request.MergeFrom(generation.GenerateRequest(**{name: value}))
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"'{name}': {error}", field=name) from error
-    return request
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Raise a status as the error it stands for."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        if not isinstance(error, grpc.Call):
-            raise
-        trailing = dict(error.trailing_metadata() or ())
-        details = trailing.get(DETAILS_KEY, b"")
-        raw = details if isinstance(details, bytes) else b""
-        raise error_from(error.code(), error.details() or "", raw) from error

@@ -5,13 +5,18 @@ Requests become those of the HTTP surface, so that both have one meaning and one
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
+from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 from rakv_cluster.serving.cache_api import ONE_TOKEN, Looked
-from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.serving.generation import TokenText
+from rakv_cluster.serving.openai_format import Totals, finite
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
     CompletionRequest,
@@ -19,6 +24,7 @@ from rakv_cluster.serving.openai_models import (
     validated,
 )
 from rakv_cluster.store.base import StoreStats
+from rakv_cluster.types import TokenLogprob
 
 _OPTIONAL = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
@@ -29,6 +35,7 @@ _REUSE = {
     generation.REUSE_REORDER: "reorder",
     generation.REUSE_OFF: "off",
 }
+_MOST_ALTERNATIVES = 20
 _FINISH = {
     "": generation.FINISH_REASON_UNSPECIFIED,
     "stop": generation.FINISH_REASON_STOP,
@@ -56,6 +63,8 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
         if message.reuse not in _REUSE:
             raise InvalidRequest(f"unknown value {message.reuse}", field="reuse")
         fields["reuse"] = _REUSE[message.reuse]
+    if message.HasField("top_logprobs"):
+        fields |= _logprob_fields(message)
     return _with_input(message.input, fields)
 
 
@@ -76,9 +85,45 @@ def _with_input(message: generation.Input, fields: dict[str, Any]) -> Generation
     raise InvalidRequest("set input.chat, input.prompt or input.token_ids", field="input")
 
 
-def choice(index: int, text: str, finish_reason: str) -> generation.Choice:
+def _logprob_fields(message: generation.GenerateRequest) -> dict[str, Any]:
+    """Each HTTP endpoint has its own names for them."""
+    if message.top_logprobs > _MOST_ALTERNATIVES:
+        raise InvalidRequest(
+            f"'top_logprobs': at most {_MOST_ALTERNATIVES}, not {message.top_logprobs}",
+            field="top_logprobs",
+        )
+    if message.input.HasField("chat"):
+        return {"logprobs": True, "top_logprobs": message.top_logprobs}
+    return {"logprobs": message.top_logprobs}
+
+
+def choice(
+    index: int, text: str, finish_reason: str, logprobs: Iterable[generation.TokenLogprob]
+) -> generation.Choice:
     """A choice, whole or its next piece; ``finish_reason`` is empty before the end."""
-    return generation.Choice(index=index, text=text, finish_reason=_FINISH[finish_reason])
+    return generation.Choice(
+        index=index, text=text, finish_reason=_FINISH[finish_reason], logprobs=logprobs
+    )
+
+
+def logprobs(
+    tokens: Iterable[TokenText], token_bytes: TokenBytes
+) -> Iterator[generation.TokenLogprob]:
+    """Emitted tokens with their alternatives."""
+    for token in tokens:
+        top = [_logprob(TokenLogprob(i, value), token_bytes) for i, value in token.logprob.top]
+        yield _logprob(token.logprob, token_bytes, top)
+
+
+def _logprob(
+    entry: TokenLogprob, token_bytes: TokenBytes, top: Iterable[generation.TokenLogprob] = ()
+) -> generation.TokenLogprob:
+    return generation.TokenLogprob(
+        token_id=entry.token_id,
+        token=token_bytes.of(entry.token_id),
+        logprob=finite(entry.logprob),
+        top=top,
+    )
 
 
 def usage(totals: Totals, total_ms: float) -> generation.Usage:
@@ -90,6 +135,17 @@ def usage(totals: Totals, total_ms: float) -> generation.Usage:
         prompt_sources=totals.sources(),
         timings_ms=totals.rakv(total_ms)["timings_ms"],
         document_indices=totals.placed.indices,
+    )
+
+
+def explanation(prompt_tokens: int, decision: Decision) -> generation.ExplainRouteResponse:
+    """How a request would be routed."""
+    return generation.ExplainRouteResponse(
+        chosen=decision.order[0],
+        reason=decision.reason.value,
+        measured=decision.scores.measured,
+        prompt_tokens=prompt_tokens,
+        replicas=[generation.ReplicaTerms(**asdict(terms)) for terms in explain(decision)],
     )
 
 

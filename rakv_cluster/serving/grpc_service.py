@@ -20,6 +20,7 @@ from rakv_cluster.serving import grpc_messages as messages
 from rakv_cluster.serving.auth import Caller, Gate, bearer
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.openai_format import ChoiceText
+from rakv_cluster.serving.route_api import Explains
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
 from rakv_cluster.telemetry import ServiceMetrics
@@ -36,15 +37,23 @@ _Streaming = Callable[[Any, Caller], AsyncGenerator[Message, None]]
 class GrpcSurface:
     """What each method does; :meth:`handlers` is what a server registers."""
 
-    def __init__(self, service: Service, metrics: ServiceMetrics, cache_api: CacheApi) -> None:
+    def __init__(
+        self,
+        service: Service,
+        metrics: ServiceMetrics,
+        cache_api: CacheApi,
+        replicas: Explains,
+    ) -> None:
         self._service = service
         self._metrics = metrics
         self._cache = cache_api
+        self._replicas = replicas
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
         """One handler per service of protos/rakv/v1."""
         unary: dict[str, _Unary] = {
             "Generate": self.generate,
+            "ExplainRoute": self.explain_route,
             "Warm": self.warm,
             "Lookup": self.lookup,
             "Pin": self.pin,
@@ -80,7 +89,12 @@ class GrpcSurface:
             id=run.prepared.id,
             model=self._service.model_name,
             choices=[
-                messages.choice(index, "".join(choice.text), choice.finish_reason)
+                messages.choice(
+                    index,
+                    "".join(choice.text),
+                    choice.finish_reason,
+                    messages.logprobs(choice.tokens, self._service.token_bytes),
+                )
                 for index, choice in sorted(choices.items())
             ],
             usage=messages.usage(run.totals, run.elapsed_ms()),
@@ -92,11 +106,24 @@ class GrpcSurface:
         run = await self._run(request, caller)
         async with aclosing(run.updates()) as updates:
             async for update in updates:
-                if update.text or update.finish_reason:
-                    delta = messages.choice(update.index, update.text, update.finish_reason)
+                if update.text or update.tokens or update.finish_reason:
+                    delta = messages.choice(
+                        update.index,
+                        update.text,
+                        update.finish_reason,
+                        messages.logprobs(update.tokens, self._service.token_bytes),
+                    )
                     yield generation.GenerateStreamResponse(delta=delta)
         usage = messages.usage(run.totals, run.elapsed_ms())
         yield generation.GenerateStreamResponse(usage=usage)
+
+    async def explain_route(
+        self, request: generation.ExplainRouteRequest, caller: Caller
+    ) -> generation.ExplainRouteResponse:
+        asked = messages.generation_request(request.request)
+        prepared = await self._service.prepare(asked, caller)
+        decision = await self._replicas.explain(prepared.choices[0].request)
+        return messages.explanation(prepared.prompt_tokens, decision)
 
     async def warm(self, request: cache.WarmRequest, caller: Caller) -> cache.WarmResponse:
         totals = await self._cache.warm(messages.prompt_request(request.input), caller)

@@ -62,7 +62,7 @@ class Ingress:
         self._cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
         self._grpc: list[GrpcServer] = []
         if settings.grpc_port:
-            surface = GrpcSurface(self._service, self._metrics, self._cache)
+            surface = GrpcSurface(self._service, self._metrics, self._cache, self._replicas)
             self._grpc.append(await GrpcServer.start(surface, settings, settings.grpc_port))
 
     async def __del__(self) -> None:

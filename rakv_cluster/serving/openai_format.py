@@ -223,9 +223,9 @@ def _logprobs(
         }
     return {
         "tokens": [token_bytes.text([token.logprob.token_id]) for token in tokens],
-        "token_logprobs": [_finite(token.logprob.logprob) for token in tokens],
+        "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
         "top_logprobs": [
-            {token_bytes.text([t.token_id]): _finite(t.logprob) for t in _top(token.logprob)}
+            {token_bytes.text([t.token_id]): finite(t.logprob) for t in _top(token.logprob)}
             for token in tokens
         ],
         "text_offset": [token.offset for token in tokens],
@@ -240,11 +240,11 @@ def _chat_entry(logprob: TokenLogprob, token_bytes: TokenBytes) -> dict[str, Any
     raw = token_bytes.of(logprob.token_id)
     return {
         "token": raw.decode("utf-8", errors="replace"),
-        "logprob": _finite(logprob.logprob),
+        "logprob": finite(logprob.logprob),
         "bytes": list(raw),
     }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for what is all but impossible."""
     return max(logprob, -9999.0)

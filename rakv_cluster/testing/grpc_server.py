@@ -13,6 +13,7 @@ from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.service import Service
 from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.testing.one_replica import OneReplica
 
 _TIMEOUT_S = 60.0
 
@@ -30,7 +31,7 @@ def grpc_server(build: Callable[[], Service], admin: StoreAdmin) -> Iterator[str
 
     async def main() -> None:
         service, metrics = build(), ServiceMetrics()
-        surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin))
+        surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin), OneReplica())
         server = await GrpcServer.start(surface, service.settings, 0)
         ports.append(server.port)
         started.set()

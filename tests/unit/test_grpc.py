@@ -54,6 +54,7 @@ from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.grpc_server import grpc_server
 from rakv_cluster.testing.http_server import http_server
+from rakv_cluster.testing.one_replica import OneReplica
 from rakv_cluster.testing.records import tiny_record
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
 from rakv_cluster.testing.simulated_shards import Fault, SimulatedShards
@@ -559,7 +560,7 @@ async def test_a_port_in_use_is_an_error_that_names_it(served: Served) -> None:
     service = scripted_service(ScriptedBackend(), Settings(), ManualClock())
     metrics = ServiceMetrics()
     admin = StoreAdmin(served.shards, lambda: NODES, ManualClock())
-    surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin))
+    surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin), OneReplica())
 
     with pytest.raises(ConfigError, match=str(port)):
         await GrpcServer.start(surface, Settings(), port)
@@ -570,7 +571,7 @@ async def test_stopping_tells_health_checks_and_lets_calls_end() -> None:
     service, metrics = scripted_service(backend, Settings(), ManualClock()), ServiceMetrics()
     shards = SimulatedShards([], ManualClock(), np.random.default_rng(0))
     admin = StoreAdmin(shards, tuple, ManualClock())
-    surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin))
+    surface = GrpcSurface(service, metrics, CacheApi(service, metrics, admin), OneReplica())
     server = await GrpcServer.start(surface, Settings(), 0)
     backend.hold()
     request = generation.GenerateRequest(input=generation.Input(prompt="p"))

@@ -1,0 +1,123 @@
+"""What both gRPC clients share: requests as messages, statuses as errors, answers from events.
+
+No channel here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rakv_cluster.client.answers import Answer
+from rakv_cluster.client.requests import Document, Message, Options
+from rakv_cluster.clock import Clock
+from rakv_cluster.errors import InvalidRequest, Unavailable
+from rakv_cluster.rpc.status import DETAILS_KEY, error_from
+from rakv_cluster.rpc.v1 import generation_pb2 as generation
+
+DEFAULT_TARGET = "127.0.0.1:8001"
+_REUSE = {
+    "exact": generation.REUSE_EXACT,
+    "reorder": generation.REUSE_REORDER,
+    "off": generation.REUSE_OFF,
+}
+_FINISH = {generation.FINISH_REASON_STOP: "stop", generation.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class GrpcAnswerBuilder:
+    """Takes the events of one stream; ``started_s`` is on ``clock``."""
+
+    clock: Clock
+    started_s: float
+    _text: list[str] = field(default_factory=list)
+    _finish_reason: str = ""
+    _first_s: float = -1.0
+    _usage: list[generation.Usage] = field(default_factory=list)
+
+    def feed(self, event: generation.GenerateStreamResponse) -> str:
+        """Take an event; the text it adds, sometimes none."""
+        if event.HasField("usage"):
+            self._usage.append(event.usage)
+            return ""
+        self._finish_reason = _FINISH.get(event.delta.finish_reason, "")
+        if event.delta.text and self._first_s < 0:
+            self._first_s = self.clock.monotonic_s()
+        self._text.append(event.delta.text)
+        return event.delta.text
+
+    def finish(self) -> Answer:
+        """The whole answer; raises :class:`Unavailable` if the stream broke off before its end."""
+        if not self._usage:
+            raise Unavailable("the stream broke off before the answer's end")
+        usage = self._usage[-1]
+        ended_s = self.clock.monotonic_s()
+        first_s = self._first_s if self._first_s >= 0 else ended_s
+        return Answer(
+            text="".join(self._text),
+            finish_reason=self._finish_reason,
+            ttft_s=first_s - self.started_s,
+            total_s=ended_s - self.started_s,
+            usage={
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.output_tokens,
+                "total_tokens": usage.prompt_tokens + usage.output_tokens,
+                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            },
+            rakv={
+                "tokens": dict(usage.prompt_sources),
+                "documents": {"indices": list(usage.document_indices)},
+                "timings_ms": dict(usage.timings_ms),
+            },
+        )
+
+
+def chat_input(
+    messages: str | Sequence[Message], documents: Sequence[Document]
+) -> generation.Input:
+    given = [Message("user", messages)] if isinstance(messages, str) else messages
+    chat = generation.Chat(
+        messages=[generation.Message(role=m.role, content=m.content) for m in given]
+    )
+    return generation.Input(chat=chat, documents=documents_of(documents))
+
+
+def documents_of(documents: Sequence[Document]) -> list[generation.Document]:
+    return [generation.Document(id=d.id, text=d.text) for d in documents]
+
+
+def generate_request(given: generation.Input, options: Options) -> generation.GenerateRequest:
+    """Raises :class:`InvalidRequest` for values that the message cannot hold."""
+    fields: dict[str, Any] = dict(options)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if "reuse" in fields:
+        fields["reuse"] = _REUSE[fields["reuse"]]
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    request = generation.GenerateRequest(input=given)
+    for name, value in fields.items():
+        try:
+            request.MergeFrom(generation.GenerateRequest(**{name: value}))
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"'{name}': {error}", field=name) from error
+    return request
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise a status as the error it stands for."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            raise
+        trailing = dict(error.trailing_metadata() or ())
+        details = trailing.get(DETAILS_KEY, b"")
+        raw = details if isinstance(details, bytes) else b""
+        raise error_from(error.code(), error.details() or "", raw) from error
