@@ -33,6 +33,11 @@ class TokenBytes:
         """Bytes of one token; none for ids outside the vocabulary (padded logits columns)."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self._pieces), default=0)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """All of ``token_ids`` decoded at once; bytes that are not UTF-8 become U+FFFD."""
         raw = b"".join(self.of(token_id) for token_id in token_ids)

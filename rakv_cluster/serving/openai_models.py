@@ -125,6 +125,7 @@ class GenerationRequest(_Strict):
     max_tokens: int = Field(0, ge=1)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
+    timeout_s: float | None = Field(None, gt=0)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
 
     @property

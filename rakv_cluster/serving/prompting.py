@@ -8,7 +8,7 @@ control token switched off: text that spells one never becomes one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rakv_cluster.engine.text import TokenBytes
-from rakv_cluster.errors import ConfigError, InvalidRequest
+from rakv_cluster.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from rakv_cluster.serving.template import (
     ChatTemplate,
     Document,
@@ -76,15 +76,22 @@ class PromptRenderer:
         serialized = backend.to_str()
         self.token_bytes = TokenBytes.from_json(serialized)
         self._encoders = _encoders(serialized, source, self.token_bytes)
+        self._longest_token_bytes = _longest_token_bytes(serialized, self.token_bytes)
         self._tokenizer = tokenizer
         self._template = ChatTemplate(self._render) if template else None
 
-    def chat(self, messages: Sequence[Message], documents: Sequence[Document]) -> Rendered:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        documents: Sequence[Document],
+        limit_tokens: int = 0,
+    ) -> Rendered:
         """Segments of a conversation; the last asks for the answer and is open.
 
         Raises :class:`InvalidRequest` for a conversation that the template refuses, documents
         without a user message, and text that spells a control token where pieces cannot be told
-        apart (see :meth:`ChatTemplate.pieces`).
+        apart (see :meth:`ChatTemplate.pieces`); :class:`ContextLengthExceeded`, before seconds go
+        into tokenizing megabytes, for text that cannot have less than ``limit_tokens`` (0: none).
         """
         if self._template is None:
             raise InvalidRequest(
@@ -95,22 +102,28 @@ class PromptRenderer:
         try:
             pieces = () if self._encoders.adds_space else self._template.pieces(messages, documents)
             if pieces:
+                characters = sum(len(piece.text) for piece in pieces)
+                self._refuse_hopeless(characters, limit_tokens, "messages")
                 return self._encode_pieces(pieces)
             whole = self._template.plain(messages, documents)
         except TemplateRefused as refusal:
             raise InvalidRequest(f"the chat template: {refusal}", field="messages") from refusal
+        self._refuse_hopeless(len(whole), limit_tokens, "messages")
         for index, message in enumerate(messages):
             self._refuse_control(message.content, f"messages.{index}.content")
         self._refuse_control_in(documents)
         return Rendered((tuple(_ids(self._encoders.literal, whole)),))
 
-    def completion(self, prompt: str, documents: Sequence[Document]) -> Rendered:
+    def completion(
+        self, prompt: str, documents: Sequence[Document], limit_tokens: int = 0
+    ) -> Rendered:
         """Segments of a bare prompt, control tokens in it recognized as they are elsewhere.
 
         Documents stand in front as they do in a chat. Raises :class:`InvalidRequest` as
         :meth:`chat` does.
         """
         fronts = [document_text(document) for document in documents]
+        self._refuse_hopeless(len(prompt) + sum(map(len, fronts)), limit_tokens, "prompt")
         if self._encoders.adds_space:
             self._refuse_control_in(documents)
             whole = "".join([*fronts, prompt])
@@ -123,6 +136,18 @@ class PromptRenderer:
         return self._encode_pieces(
             [*pieces, Piece(prompt, "", starts_segment=True)], self._encoders.prefix_ids
         )
+
+    def _refuse_hopeless(self, characters: int, limit_tokens: int, field: str) -> None:
+        """A text has at least as many bytes as characters, and a token at most so many bytes."""
+        if not limit_tokens or not self._longest_token_bytes:
+            return
+        least = characters // self._longest_token_bytes
+        if least >= limit_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {least} tokens; with at least one for the answer the "
+                f"model's context holds {limit_tokens}",
+                field=field,
+            )
 
     def _encode_pieces(self, pieces: Sequence[Piece], prefix: Sequence[int] = ()) -> Rendered:
         segments: list[list[int]] = []
@@ -190,6 +215,30 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     megabytes must not stop every stream of the process."""
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
+
+
+def _longest_token_bytes(serialized: str, token_bytes: TokenBytes) -> int:
+    """How much text one token can stand for; 0 where that has no bound that we know.
+
+    Normalizers can make a text shorter before it is cut into tokens, and control tokens stand for
+    text of their own, so both have a part in it.
+    """
+    spec = json.loads(serialized)
+    normalizer = spec.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    parts = normalizer.get("normalizers", [normalizer])
+    for part in parts:
+        shortens = part["type"] == "Replace" and not _keeps_length(part)
+        if part["type"] not in {"NFC", "Prepend", "Replace"} or shortens:
+            return 0
+    named = [len(entry["content"].encode()) for entry in spec.get("added_tokens", ())]
+    longest = max([token_bytes.longest, *named])
+    # Composing (NFC) joins a letter and its marks, up to four characters in all.
+    return longest * 4 if any(part["type"] == "NFC" for part in parts) else longest
+
+
+def _keeps_length(replacement: Mapping[str, Any]) -> bool:
+    pattern = replacement["pattern"].get("String", "")
+    return bool(pattern) and len(replacement["content"]) >= len(pattern)
 
 
 def _encoders(serialized: str, template: str, token_bytes: TokenBytes) -> _Encoders:

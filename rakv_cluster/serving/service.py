@@ -92,15 +92,18 @@ class Service:
     async def prepare(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Prepared:
         """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
         started_s = self.clock.monotonic_s()
+        field = "messages" if isinstance(request, ChatRequest) else "prompt"
         self._check(request)
         reuse = self._reuse(request)
-        asked = await self._asked(request, self.namespace(caller), _order(request, reuse))
+        order, limit = _order(request, reuse), self.card.context_tokens
+        asked = await self._asked(request, self.namespace(caller), order, limit_tokens=limit)
         prompt = asked.prompt
         tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
-        field = "messages" if isinstance(request, ChatRequest) else "prompt"
         max_tokens = self._output_limit(request, len(prompt.token_ids), field)
         seed = self._seeds.getrandbits(63) if request.seed is None else request.seed % 2**63
         ends = frozenset() if request.ignore_eos else self.card.eos_token_ids
+        longest_s = self.settings.request_timeout_s
+        timeout_s = longest_s if request.timeout_s is None else min(request.timeout_s, longest_s)
         request_id = uuid.uuid4().hex
         choices = tuple(
             Choice(
@@ -113,7 +116,7 @@ class Service:
                     stop_token_ids=ends | frozenset(request.stop_token_ids),
                     reuse=reuse,
                     top_logprobs=request.alternatives,
-                    timeout_s=self.settings.request_timeout_s,
+                    timeout_s=timeout_s,
                     tenant=caller.tenant,
                     endpoint="chat" if isinstance(request, ChatRequest) else "completions",
                     speculation=request.speculation or self.settings.default_speculation,
@@ -175,7 +178,14 @@ class Service:
         self.check_ids((int(token_id) for token_id in request.logit_bias), "logit_bias")
         self.check_ids(request.stop_token_ids, "stop_token_ids")
 
-    async def _asked(self, request: GenerationRequest, ns: bytes, order: DocumentsOrder) -> _Asked:
+    async def _asked(
+        self,
+        request: GenerationRequest,
+        ns: bytes,
+        order: DocumentsOrder,
+        *,
+        limit_tokens: int = 0,
+    ) -> _Asked:
         documents = [Document(d.text, d.id) for d in request.documents]
         places = tuple(range(len(documents)))
         if order != "given":
@@ -187,14 +197,14 @@ class Service:
             characters += sum(len(message.content) for message in messages)
 
             def rendered() -> Rendered:
-                return self._renderer.chat(messages, documents)
+                return self._renderer.chat(messages, documents, limit_tokens)
         elif isinstance(request, CompletionRequest):
             prompt = request.prompt
             characters += len(prompt)
 
             def rendered() -> Rendered:
                 if isinstance(prompt, str):
-                    return self._renderer.completion(prompt, documents)
+                    return self._renderer.completion(prompt, documents, limit_tokens)
                 return Rendered((prompt,))
         else:
             raise TypeError(f"no prompt in a {type(request).__name__}")

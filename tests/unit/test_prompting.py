@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers
 
-from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.testing.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, tiny_tokenizer
@@ -244,3 +248,61 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
         thread.join()
 
     assert max(b - a for a, b in pairwise(turns)) < took / 2
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_text_that_cannot_fit_is_refused_without_being_tokenized(kind: str) -> None:
+    made = renderer()
+    longest = max(len(token) for token in SPECIAL_TOKENS)  # of this vocabulary's bytes and names
+    text, fits = "x" * (10 * longest), "x" * 9
+
+    def ask(text: str) -> object:
+        if kind == "chat":
+            return made.chat([Message("user", text)], [], 10)
+        return made.completion(text, [], 10)
+
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        ask(text)
+    assert ask(fits)
+    assert made.completion(text, []), "where no limit is given, none holds"
+
+
+@given(
+    text=st.text(max_size=200)
+    | st.lists(st.sampled_from([*SPECIAL_TOKENS, "é", "a"])).map("".join),
+    limit=st.integers(1, 40),
+)
+def test_what_fits_is_never_refused_unseen(text: str, limit: int) -> None:
+    made = renderer()
+    tokens = sum(map(len, made.completion(text, [])))
+
+    try:
+        made.completion(text, [], limit)
+    except ContextLengthExceeded:
+        assert tokens >= limit
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "bounded"),
+    [
+        (None, True),
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")]), True),
+        (normalizers.Replace("ab", "c"), False),
+        (normalizers.Strip(), False),
+        (normalizers.Lowercase(), False),
+    ],
+    ids=str,
+)
+def test_a_normalizer_that_may_shorten_leaves_text_without_a_bound(
+    normalizer: Any, bounded: bool
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    made = PromptRenderer(tokenizer)
+
+    if bounded:
+        with pytest.raises(ContextLengthExceeded):
+            made.completion("y" * 1000, [], 10)
+    else:
+        assert made.completion("y" * 1000, [], 10)
