@@ -122,6 +122,7 @@ class Settings(BaseModel):
 
     request_timeout_s: Seconds = Field(600.0, description="longest time for one request")
     body_limit_bytes: Bytes = Field(ByteSize(8 * MIB), description="largest HTTP request body")
+    body_timeout_s: Seconds = Field(60.0, description="longest time for a request body to arrive")
     max_choices: Count = Field(16, description="largest `n`")
     max_documents: Count = Field(256, description="most documents in one request")
     max_messages: Count = Field(1024, description="most messages in one request")

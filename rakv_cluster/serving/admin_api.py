@@ -16,6 +16,15 @@ from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.http_access import caller_of
 from rakv_cluster.serving.http_io import json_response, read_body
 from rakv_cluster.serving.openai_models import parse_object
+from rakv_cluster.serving.openapi import (
+    CHUNK,
+    COUNT,
+    NUMBERS,
+    USAGE,
+    answered,
+    described,
+    several,
+)
 from rakv_cluster.serving.prompt_body import prompt_request, prompt_schema
 
 _OWNER = {"owner": {"type": "string", "minLength": 1, "maxLength": 64}}
@@ -26,15 +35,25 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
     """Serve ``/v1/cache/...``."""
 
     async def body(request: Request) -> dict[str, Any]:
-        return parse_object(await read_body(request, int(settings.body_limit_bytes)))
+        return parse_object(await read_body(request, settings))
 
-    @app.post("/v1/cache/warm", openapi_extra=prompt_schema({}))
+    @app.post(
+        "/v1/cache/warm",
+        openapi_extra=prompt_schema({}),
+        responses=answered(described(usage=USAGE)),
+    )
     async def warm(request: Request) -> Response:
         """Compute a prompt's KV and store it."""
         totals = await cache.warm(prompt_request(await body(request), {}), caller_of(request))
         return json_response({"usage": totals.usage()})
 
-    @app.post("/v1/cache/lookup", openapi_extra=prompt_schema({}))
+    @app.post(
+        "/v1/cache/lookup",
+        openapi_extra=prompt_schema({}),
+        responses=answered(
+            described(prompt_tokens=COUNT, stored_tokens=COUNT, chunks=several(CHUNK))
+        ),
+    )
     async def lookup(request: Request) -> Response:
         """Which of a prompt's chunks are on which nodes' disks."""
         found = await cache.lookup(prompt_request(await body(request), {}), caller_of(request))
@@ -46,7 +65,11 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
             }
         )
 
-    @app.post("/v1/cache/pin", openapi_extra=prompt_schema(_PIN))
+    @app.post(
+        "/v1/cache/pin",
+        openapi_extra=prompt_schema(_PIN),
+        responses=answered(described(pinned_chunks=COUNT, prompt_chunks=COUNT)),
+    )
     async def pin(request: Request) -> Response:
         """Keep a prompt's chunks from eviction for a time; admin scope."""
         data = await body(request)
@@ -56,7 +79,11 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         pinned = await cache.pin(prompt, caller_of(request), _owner(data), float(ttl_s))
         return json_response(asdict(pinned))
 
-    @app.post("/v1/cache/unpin", openapi_extra=prompt_schema(_OWNER))
+    @app.post(
+        "/v1/cache/unpin",
+        openapi_extra=prompt_schema(_OWNER),
+        responses=answered(described(ended_pins=COUNT)),
+    )
     async def unpin(request: Request) -> Response:
         """End an owner's pins of a prompt; admin scope."""
         data = await body(request)
@@ -64,13 +91,20 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         ended = await cache.unpin(prompt, caller_of(request), _owner(data))
         return json_response({"ended_pins": ended})
 
-    @app.post("/v1/cache/evict", openapi_extra=prompt_schema({}))
+    @app.post(
+        "/v1/cache/evict",
+        openapi_extra=prompt_schema({}),
+        responses=answered(described(removed_records=COUNT)),
+    )
     async def evict(request: Request) -> Response:
         """Remove a prompt's chunks from all nodes' disks; admin scope."""
         removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
         return json_response({"removed_records": removed})
 
-    @app.get("/v1/cache/stats")
+    @app.get(
+        "/v1/cache/stats",
+        responses=answered(described(shards_by_node={"type": "object"}, replica=NUMBERS)),
+    )
     async def stats(request: Request) -> Response:
         """Sizes and counters of every node's shard, and of one replica; admin scope."""
         caller = caller_of(request)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
@@ -33,6 +33,16 @@ from rakv_cluster.serving.openai_models import (
     GenerationRequest,
     parse,
 )
+from rakv_cluster.serving.openapi import (
+    ERRORS,
+    MODEL,
+    TEXT,
+    answered,
+    body_schema,
+    completion,
+    described,
+    several,
+)
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
 from rakv_cluster.serving.token_api import add_token_routes
@@ -43,36 +53,49 @@ _PROBE_TIMEOUT_S = 2.0
 
 def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
     """The ASGI application of one ingress process."""
-    app = FastAPI(title="rakv-cluster", version=rakv_cluster.__version__, docs_url=None)
+    app = FastAPI(
+        title="rakv-cluster", version=rakv_cluster.__version__, docs_url=None, responses=ERRORS
+    )
     started = int(service.clock.wall_s())
     model = openai_format.model_body(service.model_name, started, service.card.context_tokens)
     _handle_errors(app)
     app.add_middleware(Access, gate=service.gate, error_response=error_response)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=body_schema(ChatRequest),
+        responses=answered(completion("chat.completion"), streams=True),
+    )
     async def chat_completions(request: Request) -> Response:
         return await _Exchange(service, metrics, "chat").answer(request, ChatRequest)
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post(
+        "/v1/completions",
+        openapi_extra=body_schema(CompletionRequest),
+        responses=answered(completion("text_completion"), streams=True),
+    )
     async def completions(request: Request) -> Response:
         return await _Exchange(service, metrics, "completions").answer(request, CompletionRequest)
 
-    @app.get("/v1/models")
+    @app.get(
+        "/v1/models",
+        responses=answered(described(object={"const": "list"}, data=several(MODEL))),
+    )
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=answered(MODEL))
     async def get_model(name: str) -> Response:
         if name != model["id"]:
             raise ModelNotFound(f"the model '{name}' does not exist here", field="model")
         return json_response(model)
 
-    @app.get("/healthz")
+    @app.get("/healthz", responses=answered(described(status=TEXT)))
     async def healthz() -> Response:
         """This process answers."""
         return json_response({"status": "ok"})
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=answered(described(status=TEXT, model=TEXT)))
     async def readyz() -> Response:
         """A replica answers too."""
         try:
@@ -81,7 +104,7 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
             raise Unavailable("no replica is ready", retry_after_s=1.0) from error
         return json_response({"status": "ready", "model": service.model_name})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def render_metrics() -> Response:
         await _read_replica(service, metrics)
         return Response(metrics.render(), media_type=telemetry.CONTENT_TYPE)
@@ -103,7 +126,7 @@ class _Exchange:
 
     async def answer(self, http: Request, kind: type[GenerationRequest]) -> Response:
         """Read, validate, run; errors before the first token become the response's status."""
-        body = await read_body(http, int(self._service.settings.body_limit_bytes))
+        body = await read_body(http, self._service.settings)
         request = parse(kind, body)
         caller = caller_of(http)
         prepared = await self._service.prepare(request, caller)
@@ -213,7 +236,8 @@ def _handle_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             return error_response(NotFound(f"no such endpoint: {where}"))
         if error.status_code == 405:
-            return error_response(MethodNotAllowed(f"method not allowed: {where}"))
+            refusal = MethodNotAllowed(f"method not allowed: {where}")
+            return error_response(refusal, error.headers or {})
         raise error
 
     @app.exception_handler(Exception)
@@ -224,23 +248,3 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
-
-
-def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """OpenAPI's description of a body that is parsed here instead of by FastAPI."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    content = {"application/json": {"schema": _inlined(schema, definitions)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """``schema`` with its references replaced by what they name; none of ours is recursive."""
-    if isinstance(schema, list):
-        return [_inlined(part, definitions) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _inlined(definitions[reference.rsplit("/", 1)[-1]], definitions)
-    return {key: _inlined(value, definitions) for key, value in schema.items()}

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request, Response
 from pydantic_core import to_json
 
-from rakv_cluster.errors import BodyTooLarge, RakvError
+from rakv_cluster.config import Settings
+from rakv_cluster.errors import BodyTooLarge, DeadlineExceeded, RakvError
 from rakv_cluster.serving.openai_format import error_body
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, settings: Settings) -> bytes:
     """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
-    is too long, without taking in the rest."""
+    is too long, without taking in the rest, and :class:`DeadlineExceeded` if it does not arrive."""
+    try:
+        return await asyncio.wait_for(
+            _read(request, int(settings.body_limit_bytes)), settings.body_timeout_s
+        )
+    except asyncio.TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the request body did not arrive within {settings.body_timeout_s:g} s", field="body"
+        ) from error
+
+
+async def _read(request: Request, limit_bytes: int) -> bytes:
     too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes", field="body")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
@@ -31,9 +46,10 @@ def json_response(body: dict[str, Any]) -> Response:
     return Response(to_json(body), media_type="application/json")
 
 
-def error_response(error: RakvError) -> Response:
-    """An error in OpenAI's shape, with ``Retry-After`` where it is worth trying again."""
-    headers = {}
+def error_response(error: RakvError, more: Mapping[str, str] = MappingProxyType({})) -> Response:
+    """An error in OpenAI's shape, with ``Retry-After`` where it is worth trying again, and
+    ``more`` headers."""
+    headers = dict(more)
     if error.http_status in {429, 503}:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1.0)))
     return Response(

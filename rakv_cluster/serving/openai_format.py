@@ -222,14 +222,24 @@ def _logprobs(
             "refusal": None,
         }
     return {
-        "tokens": [token_bytes.text([token.logprob.token_id]) for token in tokens],
+        "tokens": [_token_name(token.logprob.token_id, token_bytes) for token in tokens],
         "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
         "top_logprobs": [
-            {token_bytes.text([t.token_id]): finite(t.logprob) for t in _top(token.logprob)}
+            {_token_name(t.token_id, token_bytes): finite(t.logprob) for t in _top(token.logprob)}
             for token in tokens
         ],
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _token_name(token_id: int, token_bytes: TokenBytes) -> str:
+    """A token's text; of one that is no whole text its bytes as OpenAI writes them, so that two
+    parts of characters have two names."""
+    raw = token_bytes.of(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _top(logprob: TokenLogprob) -> Iterable[TokenLogprob]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -42,6 +43,12 @@ def _join_text_parts(value: object) -> object:
     return value
 
 
+def _must_be_off(value: bool) -> bool:
+    if value:
+        raise ValueError("must be false")
+    return value
+
+
 def is_token_ids(value: object) -> TypeGuard[list[int]]:
     """Whether this is a list of numbers that can be token ids; of which vocabulary is not asked."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
@@ -58,11 +65,26 @@ def _one_prompt(value: object) -> str | tuple[int, ...]:
     raise ValueError("must be one text or one list of token ids, and not empty")
 
 
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        _TEXT_SCHEMA,
+        _IDS_SCHEMA,
+        {"type": "array", "items": {"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA]}, "maxItems": 1},
     ]
+}
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA}],
+}
+_STOP_TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 256}
+_STOP_SCHEMA = {
+    "anyOf": [_STOP_TEXT_SCHEMA, {"type": "array", "items": _STOP_TEXT_SCHEMA, "maxItems": 16}]
 }
 
 
@@ -75,7 +97,7 @@ class MessageIn(_Strict):
     """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_text_parts)]
+    content: Annotated[str, BeforeValidator(_join_text_parts), WithJsonSchema(_CONTENT_SCHEMA)]
 
 
 class DocumentIn(_Strict):
@@ -89,7 +111,9 @@ class StreamOptions(_Strict):
     """How a stream ends."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Annotated[
+        bool, AfterValidator(_must_be_off), WithJsonSchema({"const": False})
+    ] = False
 
 
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
@@ -107,9 +131,12 @@ class GenerationRequest(_Strict):
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    stop: Annotated[list[StopString], BeforeValidator(_one_or_many), Field(max_length=16)] = Field(
-        default_factory=list
-    )
+    stop: Annotated[
+        list[StopString],
+        BeforeValidator(_one_or_many),
+        Field(max_length=16),
+        WithJsonSchema(_STOP_SCHEMA),
+    ] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)

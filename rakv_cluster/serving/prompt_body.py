@@ -14,12 +14,13 @@ from rakv_cluster.serving.openai_models import (
     GenerationRequest,
     validated,
 )
+from rakv_cluster.serving.openapi import nullable
 
 _PROMPT_FIELDS: Mapping[str, dict[str, Any]] = {
-    "model": {"type": "string"},
+    "model": nullable({"type": "string"}),
     "messages": {"type": "array", "description": "as in /v1/chat/completions"},
     "prompt": {"description": "as in /v1/completions, instead of messages"},
-    "documents": {"type": "array", "description": "as in /v1/chat/completions"},
+    "documents": nullable({"type": "array", "description": "as in /v1/chat/completions"}),
 }
 
 

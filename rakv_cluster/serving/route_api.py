@@ -12,6 +12,15 @@ from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.serving.http_access import caller_of
 from rakv_cluster.serving.http_io import json_response, read_body
 from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, parse
+from rakv_cluster.serving.openapi import (
+    COUNT,
+    REPLICA_TERMS,
+    TEXT,
+    answered,
+    body_schema,
+    described,
+    several,
+)
 from rakv_cluster.serving.service import Service
 
 
@@ -27,9 +36,21 @@ def add_route_explanation(app: FastAPI, service: Service, replicas: Explains) ->
     """Add the endpoint. Its body is that of a chat completion (with ``messages``) or of a
     completion; nothing is generated."""
 
-    @app.post("/v1/route/explain")
+    answer = described(
+        chosen=TEXT,
+        reason=TEXT,
+        measured={"type": "boolean"},
+        prompt_tokens=COUNT,
+        replicas=several(REPLICA_TERMS),
+    )
+
+    @app.post(
+        "/v1/route/explain",
+        openapi_extra=body_schema(ChatRequest, CompletionRequest),
+        responses=answered(answer),
+    )
     async def explain_route(http: Request) -> Response:
-        body = await read_body(http, int(service.settings.body_limit_bytes))
+        body = await read_body(http, service.settings)
         # Inside a prompt these quotes would be escaped.
         kind = ChatRequest if b'"messages"' in body else CompletionRequest
         prepared = await service.prepare(parse(kind, body), caller_of(http))

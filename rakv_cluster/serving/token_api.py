@@ -8,6 +8,7 @@ from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.serving.http_access import caller_of
 from rakv_cluster.serving.http_io import json_response, read_body
 from rakv_cluster.serving.openai_models import is_token_ids, parse_object
+from rakv_cluster.serving.openapi import COUNT, TEXT, answered, described, several
 from rakv_cluster.serving.prompt_body import prompt_request, prompt_schema
 from rakv_cluster.serving.service import Service
 
@@ -32,12 +33,13 @@ _TOKENS_SCHEMA = {
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
     """Serve both."""
-    limit_bytes = int(service.settings.body_limit_bytes)
 
-    @app.post("/tokenize", openapi_extra=prompt_schema({}))
+    tokenized = described(count=COUNT, max_model_len=COUNT, tokens=several(COUNT))
+
+    @app.post("/tokenize", openapi_extra=prompt_schema({}), responses=answered(tokenized))
     async def tokenize(request: Request) -> Response:
         """The ids of a prompt as a completion would have them, however long it is."""
-        data = parse_object(await read_body(request, limit_bytes))
+        data = parse_object(await read_body(request, service.settings))
         prompt = await service.prompt(prompt_request(data, {}), caller_of(request))
         return json_response(
             {
@@ -47,10 +49,14 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
             }
         )
 
-    @app.post("/detokenize", openapi_extra=_TOKENS_SCHEMA)
+    @app.post(
+        "/detokenize",
+        openapi_extra=_TOKENS_SCHEMA,
+        responses=answered(described(prompt=TEXT)),
+    )
     async def detokenize(request: Request) -> Response:
         """The text of ids; control tokens have none."""
-        data = parse_object(await read_body(request, limit_bytes))
+        data = parse_object(await read_body(request, service.settings))
         tokens = data.get("tokens")
         if set(data) != {"tokens"} or not is_token_ids(tokens):
             raise InvalidRequest("send tokens, a list of token ids, alone", field="tokens")
