@@ -274,7 +274,7 @@ def test_text_that_cannot_fit_is_refused_without_being_tokenized(kind: str) -> N
 )
 def test_what_fits_is_never_refused_unseen(text: str, limit: int) -> None:
     made = renderer()
-    tokens = sum(map(len, made.completion(text, [])))
+    tokens = sum(map(len, made.completion(text, []).segments))
 
     try:
         made.completion(text, [], limit)
