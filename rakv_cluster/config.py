@@ -98,6 +98,13 @@ class Settings(BaseModel):
     default_reuse: ReuseMode = Field(
         ReuseMode.EXACT, description="`reuse` of requests that do not say"
     )
+    default_max_kl: float = Field(
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="`max_kl` of blended requests that do not say: nats per token, the 95th "
+        "percentile that the model's calibration must show",
+    )
     price_loads: bool = Field(
         True, description="load stored KV only where that should be faster than computing it"
     )

@@ -13,6 +13,7 @@ class ReuseMode(str, Enum):
 
     EXACT = "exact"
     REORDER = "reorder"  # exact, behind documents that are put in an order that is cached
+    BLEND = "blend"  # approximate: equal text wherever it was computed, partly repaired
     OFF = "off"
 
 
@@ -32,6 +33,19 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class BlendWish:
+    """How much a blended request may differ from full recompute.
+
+    ``max_kl`` bounds the 95th percentile of the divergence (nats per token) that the model's
+    calibration expects; ``recompute`` from 0 to 1 repairs that share of the reused tokens whatever
+    it costs (below 0: not given).
+    """
+
+    max_kl: float = 0.1
+    recompute: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ DEFAULT_TARGET = "127.0.0.1:8001"
 _REUSE = {
     "exact": generation.REUSE_EXACT,
     "reorder": generation.REUSE_REORDER,
+    "blend": generation.REUSE_BLEND,
     "off": generation.REUSE_OFF,
 }
 _FINISH = {generation.FINISH_REASON_STOP: "stop", generation.FINISH_REASON_LENGTH: "length"}
@@ -71,6 +72,7 @@ class GrpcAnswerBuilder:
             },
             rakv={
                 "tokens": dict(usage.prompt_sources),
+                "blend": _blend(usage.blend),
                 "documents": {"indices": list(usage.document_indices)},
                 "timings_ms": dict(usage.timings_ms),
             },
@@ -121,3 +123,14 @@ def translated() -> Iterator[None]:
         details = trailing.get(DETAILS_KEY, b"")
         raw = details if isinstance(details, bytes) else b""
         raise error_from(error.code(), error.details() or "", raw) from error
+
+
+def _blend(told: generation.Blend) -> dict[str, Any]:
+    """As the HTTP surface has it."""
+    return {
+        "approximate": told.approximate,
+        "repaired_tokens": told.repaired_tokens,
+        "repaired_fraction": told.repaired_fraction,
+        "expected_kl": told.expected_kl if told.HasField("expected_kl") else None,
+        "refusal": told.refusal,
+    }

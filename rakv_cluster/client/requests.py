@@ -52,7 +52,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     documents_order: Literal["given", "cached", "canonical"]
-    reuse: Literal["exact", "reorder", "off"]
+    reuse: Literal["exact", "reorder", "blend", "off"]
+    max_kl: float
+    recompute: float
     speculation: Literal["auto", "off", "1", "2", "4", "8"]
 
 

@@ -104,14 +104,12 @@ class Advancer:
     def _advance(self, part: Part, rows: int, computed: Computed, lone: bool) -> None:
         """Advance the verified length over ``rows`` rows from the part's last known token on."""
         sequence, verified = part.sequence, part.tokens + rows - 1
-        if sequence.buffer is None:
-            raise AssertionError("a running sequence has a buffer")
         if lone:
             note_lone(sequence)
         if sequence.replaying:
             self._counters.replay_steps += 1
             self._counters.replay_ms += computed.ms
-        sequence.buffer.length += verified
+        sequence.advance(verified)
         self._counters.computed_tokens += verified
         self._tenants.charge(sequence.request.tenant, verified)
 

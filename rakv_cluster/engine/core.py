@@ -37,6 +37,7 @@ from rakv_cluster.engine.stats import Counters, EngineStats
 from rakv_cluster.engine.stepper import Stepper
 from rakv_cluster.kv.buffer import BufferPool
 from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import Costs, CostView
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
@@ -64,6 +65,7 @@ class EngineCore:
         numeric_class: str,
         near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
+        blending: BlendSupport = NO_BLENDING,
         loaders: Workers,
         savers: Workers,
         wake: Callable[[], None] = lambda: None,
@@ -91,9 +93,12 @@ class EngineCore:
             numeric_class=numeric_class,
             queue_bytes=settings.save_queue_bytes,
             settle_s=settings.settle_s,
+            learn_sensitivity=not blending.rotation.refusal,
         )
         self._keeper = Keeper(self._saver, cuts, limits)
-        self._prefixes = self._make_prefixes(store, flight, loaders, wake, numeric_class)
+        self._prefixes = self._make_prefixes(
+            store, flight, loaders, wake, numeric_class=numeric_class, blending=blending
+        )
         self._emitter = Emitter(clock, self._counters)
         self._stepper = Stepper(
             runner,
@@ -128,7 +133,9 @@ class EngineCore:
         flight: SingleFlight,
         loaders: Workers,
         wake: Callable[[], None],
+        *,
         numeric_class: str,
+        blending: BlendSupport,
     ) -> Prefixes:
         return Prefixes(
             store=store,
@@ -144,6 +151,7 @@ class EngineCore:
             clock=self._clock,
             counters=self._counters,
             wake=wake,
+            blending=blending,
         )
 
     @property
@@ -385,7 +393,9 @@ class EngineCore:
             kept = not failed and sequence.phase is Phase.RUNNING
             if kept:
                 self._keeper.keep_rest(sequence, self._costs.view(self._clock.monotonic_s()))
-            self._prefixes.give_up_claims(sequence, kept_tokens=sequence.length if kept else 0)
+            self._prefixes.give_up_claims(
+                sequence, kept_tokens=sequence.exact_length if kept else 0
+            )
             self._leave(sequence, poisoned=failed)
         sequence.phase = Phase.DONE
         self._drafting.finish(sequence)
@@ -394,3 +404,4 @@ class EngineCore:
         self._closed(sequence.request.request_id)
         self._counters.ram_tokens += sequence.reused.get(Tier.RAM, 0)
         self._counters.disk_tokens += sequence.disk_tokens
+        self._counters.blended_tokens += sequence.blended.kept

@@ -14,6 +14,7 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.workers import ThreadWorkers
 from rakv_cluster.speculation.speculator import Speculator
@@ -48,6 +49,7 @@ class Engine:
         numeric_class: str,
         near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
+        blending: BlendSupport = NO_BLENDING,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -74,6 +76,7 @@ class Engine:
             numeric_class=numeric_class,
             near_tie_eps=near_tie_eps,
             flight=flight,
+            blending=blending,
             loaders=self._loaders,
             savers=self._savers,
             wake=self._woken.set,

@@ -42,7 +42,7 @@ class Keeper:
         while sequence.next_save < len(chunks):
             index = sequence.next_save
             chunk = chunks[index]
-            if chunk.end > sequence.buffer.length:
+            if chunk.end > sequence.exact_length:
                 return False
             sequence.next_save += 1
             key = chunk.prefix_key
@@ -63,15 +63,15 @@ class Keeper:
             pass
         index = sequence.next_save
         start = sequence.chunked.chunks[index - 1].end if index else 0
-        if start < sequence.buffer.length:
-            stop = sequence.buffer.length
+        stop = sequence.exact_length
+        if start < stop:
             self._offer(sequence, _tail_key(sequence, index, start, stop), start, stop, costs)
 
     def _offer(
         self, sequence: Sequence, key: bytes, start: int, stop: int, costs: CostView
     ) -> None:
-        if sequence.buffer is None or stop > sequence.buffer.length:
-            raise AssertionError("only verified KV is stored")
+        if sequence.buffer is None or stop > sequence.exact_length:
+            raise AssertionError("only verified, exact KV is stored")
         self._saver.offer(
             key,
             sequence.chunked.namespace,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.sequence import Sequence
 from rakv_cluster.model.sampling import Choice
+from rakv_cluster.reuse.selection import no_positions
 from rakv_cluster.speculation.verification import Verdict
 
 
@@ -58,6 +59,7 @@ def start_replay(sequence: Sequence) -> None:
     if sequence.buffer is None:
         raise AssertionError("a running sequence has a buffer")
     sequence.buffer.length = min(sequence.buffer.length, _as_plain(sequence))
+    sequence.to_compute = no_positions()  # of the prompt none is left, or nothing was generated
     sequence.replaying = True
 
 

@@ -33,6 +33,11 @@ class Part:
         return 1 + len(self.drafts) if self.tokens == self.sequence.remaining else 0
 
     @property
+    def scattered(self) -> bool:
+        """Whether its tokens do not simply follow each other."""
+        return len(self.sequence.to_compute) > 0
+
+    @property
     def plain(self) -> Part:
         """The same without drafts."""
         return Part(self.sequence, self.tokens)
@@ -63,13 +68,16 @@ class StepPacker:
             sequence, buffer = part.sequence, part.sequence.buffer
             if buffer is None:
                 raise ValueError(f"request {sequence.request.request_id} has no KV buffer")
-            first, stop = buffer.length, buffer.length + part.rows
             known, end = row + part.tokens, row + part.rows
-            self._tokens_view[row:known] = sequence.ids[first : first + part.tokens]
+            if len(sequence.to_compute):
+                positions = sequence.to_compute[: part.tokens]
+            else:
+                positions = self._all_positions[buffer.length : buffer.length + part.rows]
+            self._tokens_view[row:known] = sequence.ids[positions[: part.tokens]]
             if part.drafts:
                 self._tokens_view[known:end] = part.drafts
-            self._positions_view[row:end] = self._all_positions[first:stop]
-            spans.append(Span(buffer, row, end, first, stop - 1))
+            self._positions_view[row:end] = positions
+            spans.append(Span(buffer, row, end, int(positions[0]), int(positions[-1])))
             choices = part.choices
             self._rows_view[wanted : wanted + choices] = self._all_positions[end - choices : end]
             wanted += choices

@@ -17,9 +17,10 @@ from rakv_cluster.engine.residents import Residents
 from rakv_cluster.engine.sequence import Phase, Sequence
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import Counters
-from rakv_cluster.kv.buffer import BufferPool
+from rakv_cluster.kv.buffer import BufferPool, KvBuffer
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.reuse.assembly import Assembled, LoadJob
+from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.reuse.flights import Departure, give_up
 from rakv_cluster.reuse.saver import Saver
@@ -51,6 +52,7 @@ class Prefixes:
         clock: Clock,
         counters: Counters,
         wake: Callable[[], None],
+        blending: BlendSupport,
     ) -> None:
         self._store = store
         self._flight = flight
@@ -65,6 +67,14 @@ class Prefixes:
         self._clock = clock
         self._counters = counters
         self._wake = wake
+        self._blender = Blender(
+            blending,
+            store,
+            layout,
+            numeric_class=numeric_class,
+            share_across_classes=settings.share_across_classes,
+            price_loads=settings.price_loads,
+        )
         self._residents = Residents()
         self._store_paused_until_s = float("-inf")
 
@@ -78,7 +88,9 @@ class Prefixes:
             sequence.phase = Phase.RUNNING
             return
         donor = self._residents.find(sequence)
-        self._residents.add(sequence)
+        if not sequence.blends:
+            # What a blended sequence holds is not for others.
+            self._residents.add(sequence)
         if donor is None:
             self._load(sequence)
             return
@@ -199,12 +211,29 @@ class Prefixes:
             flight=self._flight,
             flight_limits=self._settings.flight,
             holder=sequence.request.request_id,
-            prompt_tokens=sequence.prompt_tokens,
+            # What a blended sequence computes is not stored: it claims nothing and waits for none.
+            prompt_tokens=0 if sequence.blends else sequence.prompt_tokens,
             settle=self._saver.settle,
             wake=self._wake,
+            blend=self._blend_of(sequence),
         )
         if self._loaders.submit(job.run):
             sequence.job, sequence.phase = job, Phase.LOADING
+
+    def _blend_of(self, sequence: Sequence) -> Callable[[KvBuffer, int], Blended]:
+        """What the sequence's load does behind its exact prefix."""
+        # Coming back from preemption a stream goes on exactly: its account is closed.
+        if not sequence.blends or sequence.first_token_s >= 0:
+            return lambda _buffer, _covered: Blended()
+        request, total = sequence.request, sequence.count
+        costs = self._costs.view(self._clock.monotonic_s())
+
+        def blend(buffer: KvBuffer, covered: int) -> Blended:
+            return self._blender.blend(
+                request.blend, request.prompt, buffer, costs, covered=covered, known_tokens=total
+            )
+
+        return blend
 
     def _poll_load(self, sequence: Sequence, waited_s: float) -> bool:
         job = sequence.job
@@ -212,6 +241,8 @@ class Prefixes:
             raise AssertionError("a loading sequence has a job")
         if job.done:
             self._finish_load(sequence, job.state, job.departure)
+            if sequence.first_token_s < 0:
+                sequence.blend(job.blended)
             self._await_flight(sequence, job.departure)
             return True
         if waited_s < self._load_limit_s(sequence):

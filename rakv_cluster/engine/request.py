@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.types import (
+    BlendWish,
     ChunkedPrompt,
     FinishReason,
     ReuseMode,
@@ -22,6 +23,7 @@ class EngineRequest:
     stop *strings* are the ingress's business, which cancels. ``forced_ids`` were already sent to
     the client by a replica that died: they are prefilled as output, not emitted again.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
+    ``blend`` counts under ``ReuseMode.BLEND`` only.
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
     and what sort of work it is.
     """
@@ -33,6 +35,7 @@ class EngineRequest:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     reuse: ReuseMode = ReuseMode.EXACT
+    blend: BlendWish = BlendWish()  # noqa: RUF009  # frozen
     top_logprobs: int = -1
     forced_ids: tuple[int, ...] = ()
     timeout_s: float = 600.0
@@ -57,8 +60,13 @@ class VerifiedBlocks:
 class RequestStats:
     """Where a request's prompt came from and where its time went.
 
-    ``ram_tokens + disk_tokens + computed_tokens`` equals the prompt's length; ``disk_tokens`` came
-    from the disk of this node or, over the network, of another. Durations are on the engine's
+    ``ram_tokens + disk_tokens + blended_tokens + computed_tokens`` equals the prompt's length;
+    ``disk_tokens`` came from the disk of this node or, over the network, of another.
+    ``blended_tokens`` were reused as computed behind other text, so the answer is approximate if
+    there are any or ``repaired_tokens``: those that were reusable that way and computed again (part
+    of ``computed_tokens``). ``expected_kl`` is what the model's calibration expects of that, nats
+    per token, -1 if unknown; ``blend_refusal`` says why nothing was blended though it was asked
+    for. Durations are on the engine's
     clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
     first forward to the first token, ``decode_ms`` from there on.
     ``blocks`` are the steps behind the first token by drafts and acceptance.
@@ -67,6 +75,10 @@ class RequestStats:
     prompt_tokens: int = 0
     ram_tokens: int = 0
     disk_tokens: int = 0
+    blended_tokens: int = 0
+    repaired_tokens: int = 0
+    expected_kl: float = -1.0
+    blend_refusal: str = ""
     computed_tokens: int = 0
     output_tokens: int = 0
     queue_ms: float = 0.0
@@ -78,7 +90,12 @@ class RequestStats:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return self.ram_tokens + self.disk_tokens
+        return self.ram_tokens + self.disk_tokens + self.blended_tokens
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the answer may differ from full recompute."""
+        return self.blended_tokens + self.repaired_tokens > 0
 
     @property
     def steps_by_drafts(self) -> dict[int, int]:

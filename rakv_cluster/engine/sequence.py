@@ -13,10 +13,14 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.reuse.assembly import LoadJob
+from rakv_cluster.reuse.blender import Blended
+from rakv_cluster.reuse.selection import Positions, no_positions
 from rakv_cluster.speculation.speculator import Speculation
 from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode, Tier
 
 Sink = Callable[[EngineEvent], None]
+
+_EVERYWHERE = 1 << 62
 
 
 class Phase(Enum):
@@ -34,12 +38,16 @@ class Phase(Enum):
 class Sequence:
     """State of one request. ``ids[:count]`` are prompt, forced and generated tokens.
 
-    The KV of ``ids[:buffer.length]`` is verified. ``chunked`` covers ``ids`` up to a recent
-    point; its chunks from index ``next_save`` on are not offered to the store yet, and those from
-    ``prompt_chunks`` on hold generated tokens. ``blocks`` counts decode steps by (drafts checked,
-    drafts accepted). It may hold leases on the chunks ``claimed``, and waits for those of others
-    until ``flight_until_s`` (below 0: never had to). The KV of the first ``one_by_one`` generated
-    tokens is as lone one-token steps make it; while ``replaying`` the rest becomes so.
+    The KV of ``ids[:buffer.length]`` is there. ``to_compute`` are the positions to compute next
+    where they are not simply those that follow: a blended prompt has KV behind some of them, and
+    from position ``exact_until`` on all its KV is approximate.
+
+    ``chunked`` covers ``ids`` up to a recent point; its chunks from index ``next_save`` on are not
+    offered to the store yet, and those from ``prompt_chunks`` on hold generated tokens.
+    ``blocks`` counts decode steps by (drafts checked, drafts accepted). It may hold leases on the
+    chunks ``claimed``, and waits for those of others until ``flight_until_s`` (below 0: never had
+    to). The KV of the first ``one_by_one`` generated tokens is as lone one-token steps make it;
+    while ``replaying`` the rest becomes so.
     """
 
     request: EngineRequest
@@ -57,6 +65,9 @@ class Sequence:
     donor: Sequence | None = None
     donor_tokens: int = 0
     job: LoadJob | None = None
+    to_compute: Positions = field(default_factory=no_positions)
+    exact_until: int = _EVERYWHERE
+    blended: Blended = field(default_factory=Blended)
     claimed: tuple[Chunk, ...] = ()
     flight_until_s: float = -1.0
     waiting_since_s: float = 0.0
@@ -108,6 +119,11 @@ class Sequence:
         return len(self.request.prompt.chunks)
 
     @property
+    def blends(self) -> bool:
+        """Whether it was asked to reuse equal text computed elsewhere."""
+        return self.request.reuse is ReuseMode.BLEND
+
+    @property
     def output_tokens(self) -> int:
         """Tokens generated so far, forced ones included."""
         return self.count - self.prompt_tokens
@@ -118,9 +134,35 @@ class Sequence:
         return self.buffer.length if self.buffer is not None else 0
 
     @property
+    def exact_length(self) -> int:
+        """Leading tokens whose KV is that of plain decoding: what others may have of it."""
+        return min(self.length, self.exact_until)
+
+    @property
     def remaining(self) -> int:
         """Tokens to compute before the next one can be chosen."""
-        return self.count - self.length
+        return len(self.to_compute) or self.count - self.length
+
+    def advance(self, rows: int) -> None:
+        """The next ``rows`` positions are computed."""
+        if self.buffer is None:
+            raise AssertionError("a running sequence has a buffer")
+        if not rows:
+            return
+        if not len(self.to_compute):
+            self.buffer.length += rows
+            return
+        last = int(self.to_compute[rows - 1])
+        self.to_compute = self.to_compute[rows:]
+        self.buffer.length = int(self.to_compute[0]) if len(self.to_compute) else last + 1
+
+    def blend(self, blended: Blended) -> None:
+        """Compute what ``blended`` leaves to compute; everything follows if that is nothing."""
+        self.blended = blended
+        if len(blended.to_compute) and self.buffer is not None:
+            self.to_compute = blended.to_compute
+            self.exact_until = blended.first
+            self.buffer.length = int(blended.to_compute[0])
 
     @property
     def lease_limit(self) -> int:
@@ -149,8 +191,11 @@ class Sequence:
         Once the first token is out the account is closed: coming back from preemption is not the
         request's own cost.
         """
+        self.to_compute = self.to_compute[:0]
+        self.exact_until = _EVERYWHERE
         if self.first_token_s < 0:
             self.reused.clear()
+            self.blended = Blended()
 
     def reuse_from(self, tier: Tier, start: int, stop: int) -> None:
         """Account prompt positions ``[start, stop)`` to ``tier``, unless the account is closed."""
@@ -168,12 +213,17 @@ class Sequence:
         ram, disk = self.reused.get(Tier.RAM, 0), self.disk_tokens
         queued_until = self.admitted_s if self.admitted_s >= 0 else now_s
         forward = self.first_forward_s
+        blended = self.blended
         token = self.first_token_s if self.first_token_s >= 0 else now_s
         return RequestStats(
             prompt_tokens=self.prompt_tokens,
             ram_tokens=ram,
             disk_tokens=disk,
-            computed_tokens=self.prompt_tokens - ram - disk,
+            computed_tokens=self.prompt_tokens - ram - disk - blended.kept,
+            blended_tokens=blended.kept,
+            repaired_tokens=blended.repaired,
+            expected_kl=blended.expected_kl,
+            blend_refusal=blended.reason,
             output_tokens=self.output_tokens,
             queue_ms=(queued_until - self.submitted_s) * 1e3,
             load_ms=self.load_ms,

@@ -22,6 +22,7 @@ class Counters:
     output_tokens: int = 0
     ram_tokens: int = 0
     disk_tokens: int = 0
+    blended_tokens: int = 0
     shared_tokens: int = 0
     load_failures: int = 0
     load_timeouts: int = 0

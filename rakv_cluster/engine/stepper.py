@@ -75,8 +75,9 @@ class Stepper:
             pool.release(buffer)
 
     def _observe(self, parts: Many[Part], ms: float) -> None:
-        """Drafting steps are no one-token steps: what they cost is the speculator's business."""
-        if any(part.drafts for part in parts):
+        """Drafting steps are no one-token steps: what they cost is the speculator's business. And
+        scattered positions do not stand for contiguous ones."""
+        if any(part.drafts or part.scattered for part in parts):
             return
         singles = sum(1 for part in parts if part.tokens == 1)
         prompts = [(part.sequence.length, part.tokens) for part in parts if part.tokens > 1]

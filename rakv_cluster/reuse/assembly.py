@@ -17,6 +17,7 @@ import torch
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
+from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.flights import Departure, FlightLimits, cold_chunks, depart
 from rakv_cluster.reuse.planner import (
@@ -189,9 +190,16 @@ def _staging(load: PlannedLoad, layout: KvLayout) -> torch.Tensor:
     return torch.empty(layout.shape(len(load.token_ids)), dtype=layout.torch_dtype, pin_memory=True)
 
 
+def _no_blend(buffer: KvBuffer, covered: int) -> Blended:
+    return Blended()
+
+
 @dataclass(slots=True, eq=False)
 class LoadJob:
     """One request's find, plan, claim and load, run by a loader thread, watched by the engine.
+
+    ``blend`` fills slots behind the exact ones, from the position it is given on; what came of it
+    is ``blended`` once the job is done.
 
     What is not stored among the first ``prompt_tokens`` is claimed in ``holder``'s name;
     ``departure`` says with what result once the job is done.
@@ -217,6 +225,8 @@ class LoadJob:
     prompt_tokens: int
     settle: Callable[[Sequence[bytes]], None]
     wake: Callable[[], None]
+    blend: Callable[[KvBuffer, int], Blended] = _no_blend
+    blended: Blended = field(default_factory=Blended)
     state: Assembled = field(init=False)
     departure: Departure = field(default_factory=Departure)
     done: bool = False
@@ -267,7 +277,7 @@ class LoadJob:
             return
         cold = cold_chunks(self.prompt, plan, have=self.have, prompt_tokens=self.prompt_tokens)
         self.departure = depart(cold, self.costs, self.flight, self.flight_limits, self.holder)
-        load_plan(
+        state = load_plan(
             plan,
             self.store,
             buffer,
@@ -276,6 +286,8 @@ class LoadJob:
             have=self.have,
             progress=self._report,
         )
+        if self._report(state):
+            self.blended = self.blend(buffer, state.tokens)
 
     def _report(self, state: Assembled) -> bool:
         """Publish the state; False when nobody waits for it any more."""

@@ -11,6 +11,7 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.reuse.assembly import kv_copy
+from rakv_cluster.reuse.sensitivity import learn
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkRecord, ChunkStore
 
@@ -42,6 +43,7 @@ class Saver:
         numeric_class: str,
         queue_bytes: int,
         settle_s: float,
+        learn_sensitivity: bool = False,
     ) -> None:
         self._store = store
         self._layout = layout
@@ -50,6 +52,7 @@ class Saver:
         self._numeric_class = numeric_class
         self._queue_bytes = queue_bytes
         self._settle_s = settle_s
+        self._learn_sensitivity = learn_sensitivity
         self._lock = threading.Condition()
         self._pending: dict[bytes, _Pending] = {}
         self._queued_bytes = 0
@@ -125,6 +128,8 @@ class Saver:
             if not self._stored(record):
                 taken = self._store.put([record])
                 dropped = 1 - taken
+                if self._learn_sensitivity:
+                    learn(record, self._store)
         except Exception:  # the boundary to any store: it never breaks a request
             log.warning("a store failed in put; the chunk is not stored", exc_info=True)
             dropped = 1

@@ -24,15 +24,16 @@ from rakv_cluster.serving.openai_models import (
     validated,
 )
 from rakv_cluster.store.base import StoreStats
-from rakv_cluster.types import TokenLogprob
+from rakv_cluster.types import ReuseMode, TokenLogprob
 
 _OPTIONAL = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "n", "max_kl", "recompute",
 )  # fmt: skip
 _REUSE = {
     generation.REUSE_EXACT: "exact",
     generation.REUSE_REORDER: "reorder",
+    generation.REUSE_BLEND: "blend",
     generation.REUSE_OFF: "off",
 }
 _MOST_ALTERNATIVES = 20
@@ -135,6 +136,7 @@ def usage(totals: Totals, total_ms: float) -> generation.Usage:
         prompt_sources=totals.sources(),
         timings_ms=totals.rakv(total_ms)["timings_ms"],
         document_indices=totals.placed.indices,
+        blend=generation.Blend(**totals.blend()) if totals.reuse is ReuseMode.BLEND else None,
     )
 
 

@@ -82,6 +82,7 @@ class Totals:
         return {
             "ram": self.stats.ram_tokens,
             "disk": self.stats.disk_tokens,
+            "blended": self.stats.blended_tokens,
             "computed": self.stats.computed_tokens,
         }
 
@@ -95,13 +96,26 @@ class Totals:
             "prompt_tokens_details": {"cached_tokens": self.stats.cached_tokens},
         }
 
+    def blend(self) -> dict[str, Any]:
+        """Whether the answer is approximate, and if so, of what and by how much to expect."""
+        stats = self.stats
+        reused = stats.blended_tokens + stats.repaired_tokens
+        return {
+            "approximate": stats.approximate,
+            "repaired_tokens": stats.repaired_tokens,
+            "repaired_fraction": round(stats.repaired_tokens / reused, 4) if reused else 0.0,
+            "expected_kl": round(stats.expected_kl, 5) if stats.expected_kl >= 0 else None,
+            "refusal": stats.blend_refusal,
+        }
+
     def rakv(self, total_ms: float) -> dict[str, Any]:
         """Where the first choice's prompt came from, and where its time went (milliseconds)."""
         stats = self.stats
         return {
             "reuse": self.reuse.value,
-            "exactness": self.exactness,
+            "exactness": "approximate" if stats.approximate else self.exactness,
             "tokens": self.sources(),
+            "blend": self.blend(),
             "documents": {
                 "order": self.placed.order,
                 "indices": list(self.placed.indices),

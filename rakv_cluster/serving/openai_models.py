@@ -126,7 +126,9 @@ class GenerationRequest(_Strict):
     model: str = ""
     documents: list[DocumentIn] = Field(default_factory=list)
     documents_order: Literal["given", "cached", "canonical"] | None = None
-    reuse: Literal["exact", "reorder", "off"] | None = None
+    reuse: Literal["exact", "reorder", "blend", "off"] | None = None
+    max_kl: float | None = Field(None, gt=0, le=100)
+    recompute: float | None = Field(None, ge=0, le=1)
     speculation: Literal["auto", "off", "1", "2", "4", "8"] | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
@@ -298,6 +300,11 @@ def _known(kind: type[GenerationRequest], data: Mapping[str, Any]) -> dict[str, 
 def _check_combinations(request: GenerationRequest) -> None:
     if request.min_tokens > (request.output_limit or request.min_tokens):
         raise InvalidRequest("min_tokens is larger than max_tokens", field="min_tokens")
+    for name in ("max_kl", "recompute"):
+        if getattr(request, name) is not None and request.reuse not in (None, "blend"):
+            raise InvalidRequest(f"{name} needs reuse: blend", field=name)
+    if request.max_kl is not None and request.recompute is not None:
+        raise InvalidRequest("send max_kl or recompute, not both", field="recompute")
     if isinstance(request, ChatRequest):
         limits = {request.max_tokens, request.max_completion_tokens} - {0}
         if len(limits) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -13,9 +14,11 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
-from rakv_cluster.errors import Unavailable
+from rakv_cluster.errors import ConfigError, Unavailable
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.reuse.blender import BlendSupport
+from rakv_cluster.reuse.calibration import calibration_path, load_calibration
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
 from rakv_cluster.serving.routing_report import RoutingReporter
@@ -26,6 +29,9 @@ from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
+from rakv_cluster.types import ReuseMode
+
+log = logging.getLogger(__name__)
 
 
 def _no_keys(count: int) -> Sequence[bytes]:
@@ -61,6 +67,7 @@ class Replica:
             numeric_class=model.card.numeric_class,
             near_tie_eps=model.card.guarded_eps,
             flight=flight,
+            blending=_blending(model, settings),
         )
         self._reporter = RoutingReporter(
             self._engine,
@@ -129,6 +136,20 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_step_tokens=settings.step_token_budget,
         price_loads=settings.price_loads,
     )
+
+
+def _blending(model: LoadedModel, settings: Settings) -> BlendSupport:
+    """Raises :class:`ConfigError` if blending is the default and this model cannot."""
+    if settings.default_reuse is ReuseMode.BLEND and model.rotation.refusal:
+        raise ConfigError(
+            f"this model cannot blend: {model.rotation.refusal}", field="default_reuse"
+        )
+    path = calibration_path(settings.cache_path, model.card.digest)
+    try:
+        return BlendSupport(model.rotation, load_calibration(path))
+    except ConfigError as error:
+        log.warning("going on without a calibration: %s", error)
+        return BlendSupport(model.rotation)
 
 
 def _speculator(model: LoadedModel, settings: Settings, clock: Clock) -> Speculator:

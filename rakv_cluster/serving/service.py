@@ -25,7 +25,10 @@ from rakv_cluster.serving.generation import Choice, Update, run_choices
 from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, GenerationRequest
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
 from rakv_cluster.serving.template import Document, Message
-from rakv_cluster.types import ChunkedPrompt, ReuseMode, SamplingParams
+from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
+
+_STORED = frozenset({ReuseMode.EXACT, ReuseMode.REORDER})
+"""What these computed is stored under prefix keys."""
 
 _INLINE_CHARACTERS = 4096
 """Shorter prompts are tokenized on the event loop: under a millisecond, less than a thread hop."""
@@ -115,6 +118,7 @@ class Service:
                     min_tokens=request.min_tokens,
                     stop_token_ids=ends | frozenset(request.stop_token_ids),
                     reuse=reuse,
+                    blend=self._blend(request),
                     top_logprobs=request.alternatives,
                     timeout_s=timeout_s,
                     tenant=caller.tenant,
@@ -149,7 +153,7 @@ class Service:
         async with aclosing(updates):
             computed = False
             async for update in updates:
-                if not computed and prepared.reuse is not ReuseMode.OFF:
+                if not computed and prepared.reuse in _STORED:
                     prompt = prepared.choices[0].request.prompt
                     self._seen.add([chunk.prefix_key for chunk in prompt.chunks])
                     computed = True
@@ -157,6 +161,12 @@ class Service:
 
     def _reuse(self, request: GenerationRequest) -> ReuseMode:
         return ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
+
+    def _blend(self, request: GenerationRequest) -> BlendWish:
+        return BlendWish(
+            request.max_kl or self.settings.default_max_kl,
+            -1.0 if request.recompute is None else request.recompute,
+        )
 
     def _check(self, request: GenerationRequest) -> None:
         if request.model and request.model not in {self.model_name, self.card.model_id}:

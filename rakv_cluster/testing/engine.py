@@ -15,6 +15,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.model.step import Runner
+from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
@@ -97,6 +98,7 @@ class EngineHarness:
         near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
         speculator: Speculator | None = None,
+        blending: BlendSupport = NO_BLENDING,
     ) -> None:
         self.clock = clock
         self.limits = limits
@@ -115,6 +117,7 @@ class EngineHarness:
             flight=flight,
             loaders=loaders or InlineWorkers(),
             savers=savers or InlineWorkers(),
+            blending=blending,
         )
 
     def prompt(self, *segments: Sequence[int]) -> ChunkedPrompt:

@@ -70,7 +70,9 @@ def test_an_answer_has_openais_shape_and_our_account(http: httpx.Client) -> None
     usage = answer["usage"]
     assert usage["completion_tokens"] == 24
     assert usage["total_tokens"] == usage["prompt_tokens"] + 24
-    assert answer["rakv"]["tokens"] == {"ram": 0, "disk": 0, "computed": usage["prompt_tokens"]}
+    assert answer["rakv"]["tokens"] == {
+        "ram": 0, "disk": 0, "blended": 0, "computed": usage["prompt_tokens"],
+    }  # fmt: skip
     assert set(answer["rakv"]["timings_ms"]) == {
         "tokenize", "queue", "load", "prefill", "decode", "ttft", "total",
     }  # fmt: skip

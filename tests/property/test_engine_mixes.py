@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.speculation.speculator import SPECULATION_MODES, SpeculationMode
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
@@ -16,7 +19,7 @@ from rakv_cluster.testing.engine import LIMITS, EngineHarness, Recording
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.faulty_store import Fault, FaultyStore
 from rakv_cluster.testing.workers import ManualWorkers
-from rakv_cluster.types import ChunkedPrompt, FinishReason, ReuseMode, SamplingParams
+from rakv_cluster.types import BlendWish, ChunkedPrompt, FinishReason, ReuseMode, SamplingParams
 
 CHUNK = LIMITS.max_tokens
 GRANULE = 8
@@ -28,6 +31,7 @@ LENGTHS = sorted({n * CHUNK + d for n in (0, 1, 2, 4) for d in (-1, 0, 1)} - {-1
 class Ask:
     """A request of the mix: the first ``length`` tokens of one of a few shared texts, and more."""
 
+    front: int
     text: int
     length: int
     own_suffix: int
@@ -35,6 +39,7 @@ class Ask:
     temperature: float
     seed: int
     reuse: ReuseMode
+    recompute: float
     tenant: str
     speculation: SpeculationMode
 
@@ -42,7 +47,8 @@ class Ask:
     def segments(self) -> list[list[int]]:
         shared = [(self.text * 17 + index * index + 3 * index) % 64 for index in range(self.length)]
         own = [(self.seed + index) % 64 for index in range(self.own_suffix)]
-        return [shared, own] if own else [shared]
+        front = [(self.front + index) % 64 for index in range(self.front)]
+        return [segment for segment in (front, shared, own) if segment]
 
     @property
     def sampling(self) -> SamplingParams:
@@ -51,13 +57,17 @@ class Ask:
 
 asks = st.builds(
     Ask,
+    front=st.sampled_from([0, 0, 3, CHUNK + 1]),
     text=st.integers(0, 1),
     length=st.sampled_from(LENGTHS),
     own_suffix=st.sampled_from([0, 0, 1, 5, CHUNK]),
     max_tokens=st.integers(1, 3 * CHUNK),
     temperature=st.sampled_from([0.0, 0.0, 1.0]),
     seed=st.integers(0, 3),
-    reuse=st.sampled_from([ReuseMode.EXACT, ReuseMode.EXACT, ReuseMode.OFF]),
+    reuse=st.sampled_from(
+        [*[ReuseMode.EXACT] * 3, ReuseMode.BLEND, ReuseMode.BLEND, ReuseMode.OFF]
+    ),
+    recompute=st.sampled_from([0.0, 0.3, 1.0]),
     tenant=st.sampled_from(["a", "b"]),
     speculation=st.sampled_from(SPECULATION_MODES),
 )
@@ -113,6 +123,7 @@ class Mix:
                 ask.max_tokens,
                 sampling=ask.sampling,
                 reuse=ask.reuse,
+                blend=BlendWish(recompute=ask.recompute),
                 tenant=ask.tenant,
                 speculation=ask.speculation,
             )
@@ -151,23 +162,35 @@ def build(config: EngineSettings, draw_fault: st.DataObject | None = None) -> Mi
         store = FaultyStore(memory, lambda: draw_fault.draw(faults))  # type: ignore[assignment]
     loaders, savers = ManualWorkers(), ManualWorkers()
     engine = EngineHarness(
-        FakeRunner(clock=clock), store, clock, settings=config, loaders=loaders, savers=savers
+        FakeRunner(clock=clock),
+        store,
+        clock,
+        settings=config,
+        loaders=loaders,
+        savers=savers,
+        # The fake's keys have no positions.
+        blending=BlendSupport(KeyRotation(torch.zeros(2, 1, dtype=torch.float64))),
     )
     return Mix(engine, memory, loaders, savers, [], [])
 
 
 def check_answers(mix: Mix) -> None:
     for ask, recording in mix.answers:
+        stats = recording.stats
+        assert stats.cached_tokens + stats.computed_tokens == stats.prompt_tokens
+        if ask.reuse is ReuseMode.OFF:
+            assert stats.cached_tokens == 0
+        if stats.approximate:
+            assert ask.reuse is ReuseMode.BLEND
+        if stats.blended_tokens:
+            assert ask.recompute < 1
+            continue
         expected = alone(ask)
         if recording.finish is FinishReason.CANCELLED:
             assert recording.token_ids == expected[: len(recording.token_ids)]
         else:
             assert recording.finish is FinishReason.LENGTH
             assert recording.token_ids == expected
-        stats = recording.stats
-        assert stats.cached_tokens + stats.computed_tokens == stats.prompt_tokens
-        if ask.reuse is ReuseMode.OFF:
-            assert stats.cached_tokens == 0
     assert mix.engine.core.stats().kv_leased_bytes == 0
 
 
@@ -186,6 +209,8 @@ def test_a_mix_gives_each_request_its_own_tokens(
 
     check_answers(mix)
     totals = mix.engine.core.stats().counters
+    event(f"blended: {any(r.stats.blended_tokens for _, r in mix.answers)}")
+    event(f"wholly repaired: {any(r.stats.repaired_tokens for _, r in mix.answers)}")
     event(f"drafted: {any(r.stats.accepted_tokens for _, r in mix.answers)}")
     event(f"preempted: {totals.preemptions > 0}")
     event(f"shared: {totals.shared_tokens > 0}")

@@ -13,6 +13,7 @@ class Reuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REUSE_EXACT: _ClassVar[Reuse]
     REUSE_OFF: _ClassVar[Reuse]
     REUSE_REORDER: _ClassVar[Reuse]
+    REUSE_BLEND: _ClassVar[Reuse]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +24,7 @@ REUSE_UNSPECIFIED: Reuse
 REUSE_EXACT: Reuse
 REUSE_OFF: Reuse
 REUSE_REORDER: Reuse
+REUSE_BLEND: Reuse
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -68,7 +70,7 @@ class Document(_message.Message):
     def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation", "documents_order", "top_logprobs")
+    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation", "documents_order", "top_logprobs", "max_kl", "recompute")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,8 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_ORDER_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_KL_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     input: Input
     model: str
     max_tokens: int
@@ -118,7 +122,9 @@ class GenerateRequest(_message.Message):
     speculation: str
     documents_order: str
     top_logprobs: int
-    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ..., documents_order: _Optional[str] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    max_kl: float
+    recompute: float
+    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ..., documents_order: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., max_kl: _Optional[float] = ..., recompute: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("id", "model", "choices", "usage")
@@ -165,7 +171,7 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[Choice, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms", "document_indices")
+    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms", "document_indices", "blend")
     class PromptSourcesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -186,13 +192,29 @@ class Usage(_message.Message):
     PROMPT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    BLEND_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
     prompt_sources: _containers.ScalarMap[str, int]
     timings_ms: _containers.ScalarMap[str, float]
     document_indices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ...) -> None: ...
+    blend: Blend
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ..., blend: _Optional[_Union[Blend, _Mapping]] = ...) -> None: ...
+
+class Blend(_message.Message):
+    __slots__ = ("approximate", "repaired_tokens", "repaired_fraction", "expected_kl", "refusal")
+    APPROXIMATE_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_KL_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    approximate: bool
+    repaired_tokens: int
+    repaired_fraction: float
+    expected_kl: float
+    refusal: str
+    def __init__(self, approximate: _Optional[bool] = ..., repaired_tokens: _Optional[int] = ..., repaired_fraction: _Optional[float] = ..., expected_kl: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class ExplainRouteRequest(_message.Message):
     __slots__ = ("request",)

@@ -1,0 +1,108 @@
+"""Which reused positions are computed again: pure functions behind one signature.
+
+What a token's KV loses when it is moved behind other text differs from token to token. A selector
+spends a given number of recomputed tokens where it expects the most loss. Measured against each
+other in ``benchmarks/fidelity.py``; the figures are in docs/experiments.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int64]
+
+
+def no_positions() -> Positions:
+    """An empty array of them."""
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reused:
+    """Positions whose KV is to be reused, ascending, with what is known of each; arrays ``[n]``.
+
+    ``offsets`` count tokens from the start of the position's run: KV that was computed in one piece
+    and moved by one distance. ``sensitivity`` says how much the token's values change with what
+    stands in front (see :mod:`rakv_cluster.reuse.sensitivity`), ``deviation`` how much its values
+    in the second layer differ from recomputed ones (CacheBlend's measure); NaN where not known.
+    """
+
+    positions: Positions
+    offsets: Positions
+    sensitivity: Floats
+    deviation: Floats
+
+    def part(self, mask: npt.NDArray[np.bool_]) -> Reused:
+        """Those positions that ``mask`` ``[n]`` is true for."""
+        return Reused(
+            self.positions[mask], self.offsets[mask], self.sensitivity[mask], self.deviation[mask]
+        )
+
+
+Selector = Callable[[Reused, int], Positions]
+"""``(reused, count)`` to ``min(count, n)`` of the positions, ascending."""
+
+
+def nothing(reused: Reused, count: int) -> Positions:
+    """No repair, whatever ``count`` is: the control at the lower end."""
+    return reused.positions[:0]
+
+
+def everything(reused: Reused, count: int) -> Positions:
+    """Full recompute, whatever ``count`` is: the control at the upper end."""
+    return reused.positions
+
+
+def first_of_runs(reused: Reused, count: int) -> Positions:
+    """The first tokens of every run (EPIC's LegoLink), equally many of each."""
+    return _lowest(reused, reused.offsets.astype(np.float32), count)
+
+
+def most_sensitive(reused: Reused, count: int) -> Positions:
+    """By sensitivity; positions where it is not known come last."""
+    return _lowest(reused, -reused.sensitivity, count)
+
+
+def most_deviating(reused: Reused, count: int) -> Positions:
+    """By deviation in the second layer (CacheBlend); not known comes last."""
+    return _lowest(reused, -reused.deviation, count)
+
+
+def at_random(seed: int) -> Selector:
+    """Any positions: the control for all the others."""
+
+    def select(reused: Reused, count: int) -> Positions:
+        order = np.random.default_rng(seed).random(len(reused.positions), dtype=np.float32)
+        return _lowest(reused, order, count)
+
+    return select
+
+
+def sensitive_else_first(reused: Reused, count: int) -> Positions:
+    """The default: by sensitivity where it is known; elsewhere the first tokens of runs, for which
+    their share of ``count`` is set aside."""
+    unknown = np.isnan(reused.sensitivity)
+    share = round(count * float(unknown.mean())) if len(unknown) else 0
+    first = first_of_runs(reused.part(unknown), share)
+    best = most_sensitive(reused.part(~unknown), count - len(first))
+    return np.sort(np.concatenate([first, best]))
+
+
+SELECTORS: Mapping[str, Selector] = {
+    "none": nothing,
+    "first": first_of_runs,
+    "deviation": most_deviating,
+    "sensitivity": most_sensitive,
+    "all": everything,
+}
+
+
+def _lowest(reused: Reused, order: Floats, count: int) -> Positions:
+    """The ``count`` positions lowest by ``order`` (NaN: highest), the earlier one among equals."""
+    chosen = np.argsort(order, kind="stable")[: max(count, 0)]
+    return np.sort(reused.positions[chosen])

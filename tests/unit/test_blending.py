@@ -1,0 +1,227 @@
+"""The pure parts of blending: hits, positions, selectors, the calibration's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.errors import ConfigError
+from rakv_cluster.reuse.blending import (
+    DonorLoad,
+    content_hits,
+    positions_to_compute,
+    reused_positions,
+)
+from rakv_cluster.reuse.calibration import (
+    Calibration,
+    CurvePoint,
+    calibration_path,
+    load_calibration,
+    save_calibration,
+)
+from rakv_cluster.reuse.selection import (
+    SELECTORS,
+    Reused,
+    at_random,
+    first_of_runs,
+    most_deviating,
+    most_sensitive,
+    sensitive_else_first,
+)
+from rakv_cluster.store.base import Found
+from rakv_cluster.types import ChunkedPrompt, Tier
+
+NAMESPACE = bytes(32)
+CUTS = CutTable(np.zeros(100, dtype=np.uint8))
+LIMITS = ChunkLimits(min_tokens=4, max_tokens=4)
+
+
+def prompt_of(*segments: Sequence[int]) -> ChunkedPrompt:
+    return chunk_prompt(NAMESPACE, segments, CUTS, LIMITS)
+
+
+def stored(token_ids: Sequence[int], start: int) -> Found:
+    return Found(tuple(token_ids), Tier.RAM, 100, 1.0, "c", NAMESPACE, start, 0.0)
+
+
+def everywhere(prompt: ChunkedPrompt, start: int) -> tuple[dict[bytes, bytes], dict[bytes, Found]]:
+    """A donor for each chunk, under its own content key, computed from ``start`` on."""
+    donors = {chunk.content_key: chunk.content_key for chunk in prompt.chunks}
+    found = {chunk.content_key: stored(chunk.token_ids, start) for chunk in prompt.chunks}
+    return donors, found
+
+
+def test_hits_are_what_stands_behind_the_exact_prefix() -> None:
+    prompt = prompt_of(range(4), range(4, 8), range(8, 12), [50])
+    donors, found = everywhere(prompt, start=40)
+
+    hits = content_hits(prompt, donors, found, covered=4)
+
+    assert [(hit.start, hit.end, hit.distance) for hit in hits] == [(4, 8, -36), (8, 12, -32)]
+
+
+def test_the_first_and_the_last_position_are_always_computed() -> None:
+    prompt = prompt_of(range(4), range(4, 8))
+    donors, found = everywhere(prompt, start=40)
+
+    (hit,) = content_hits(prompt, donors, found, covered=0)
+
+    assert (hit.start, hit.token_ids) == (4, (4, 5, 6))
+
+
+def test_kv_with_the_sink_and_other_tokens_are_no_hits() -> None:
+    prompt = prompt_of(range(4), range(4, 8), [50])
+    donors, found = everywhere(prompt, start=0)
+    lying = {key: replace(each, token_ids=(9, 9, 9, 9), start=8) for key, each in found.items()}
+
+    assert content_hits(prompt, donors, found, covered=0) == ()
+    assert content_hits(prompt, donors, lying, covered=0) == ()
+
+
+def load(start: int, length: int, donor_start: int) -> DonorLoad:
+    return DonorLoad(b"k", start, tuple(range(length)), donor_start, Tier.RAM, 1)
+
+
+def test_offsets_go_on_through_a_run_and_start_again_behind_a_gap_or_another_move() -> None:
+    loads = [load(4, 3, 10), load(7, 2, 13), load(9, 2, 40), load(15, 2, 46)]
+
+    reused = reused_positions(loads, [np.zeros(len(each.token_ids)) for each in loads])
+
+    assert reused.positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 15, 16]
+    assert reused.offsets.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1]
+
+
+def test_what_is_not_reused_is_computed() -> None:
+    left = positions_to_compute(np.array([4, 5, 6, 9]), np.array([5]), covered=3, total=12)
+
+    assert left.tolist() == [3, 5, 7, 8, 10, 11]
+
+
+@st.composite
+def reused_sets(draw: st.DrawFn) -> Reused:
+    runs = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=4))
+    positions: list[int] = []
+    offsets: list[int] = []
+    at = 1
+    for gap, length in runs:
+        at += gap
+        positions += range(at, at + length)
+        offsets += range(length)
+        at += length
+    scores = st.one_of(st.just(float("nan")), st.floats(0, 10, width=32))
+    figures = [
+        np.array(draw(st.lists(scores, min_size=len(positions), max_size=len(positions))))
+        for _ in range(2)
+    ]
+    return Reused(
+        np.array(positions, dtype=np.int64),
+        np.array(offsets, dtype=np.int64),
+        figures[0].astype(np.float32),
+        figures[1].astype(np.float32),
+    )
+
+
+SPENDING = {
+    "first": first_of_runs,
+    "sensitivity": most_sensitive,
+    "deviation": most_deviating,
+    "random": at_random(3),
+    "default": sensitive_else_first,
+}
+
+
+@pytest.mark.parametrize("name", SPENDING)
+@given(reused=reused_sets(), count=st.integers(0, 40))
+def test_a_selector_spends_exactly_its_count(name: str, reused: Reused, count: int) -> None:
+    chosen = SPENDING[name](reused, count)
+
+    assert len(chosen) == min(count, len(reused.positions))
+    assert len(set(chosen.tolist())) == len(chosen)
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert set(chosen.tolist()) <= set(reused.positions.tolist())
+
+
+@given(reused=reused_sets(), count=st.integers(0, 40))
+def test_no_unchosen_token_is_more_sensitive(reused: Reused, count: int) -> None:
+    chosen = np.isin(reused.positions, most_sensitive(reused, count))
+    figures = np.where(np.isnan(reused.sensitivity), -1.0, reused.sensitivity)
+
+    if chosen.any() and not chosen.all():
+        assert figures[chosen].min() >= figures[~chosen].max()
+
+
+def test_the_first_tokens_of_each_run_come_before_second_ones() -> None:
+    reused = reused_positions(
+        [load(4, 3, 10), load(10, 3, 40)], [np.zeros(3, np.float32), np.zeros(3, np.float32)]
+    )
+
+    assert first_of_runs(reused, 3).tolist() == [4, 5, 10]
+
+
+def test_the_default_keeps_first_tokens_their_share_where_nothing_is_known() -> None:
+    unknown = np.full(4, np.nan, dtype=np.float32)
+    sensitive = np.array([0, 1, 3, 2], dtype=np.float32)
+    reused = reused_positions([load(4, 4, 10), load(10, 4, 40)], [unknown, sensitive])
+
+    assert sensitive_else_first(reused, 4).tolist() == [4, 5, 12, 13]
+
+
+def test_the_controls_repair_nothing_and_everything() -> None:
+    reused = reused_positions([load(4, 3, 10)], [np.zeros(3, np.float32)])
+
+    assert SELECTORS["none"](reused, 2).tolist() == []
+    assert SELECTORS["all"](reused, 2).tolist() == [4, 5, 6]
+
+
+def point(fraction: float, kl: float, upper: float) -> CurvePoint:
+    return CurvePoint(fraction, kl, kl, kl, kl, upper, 0.9, 0.8, 1.0, 0.5, 0.4, 0.6)
+
+
+CURVE = Calibration(
+    "m", 8, "texts", (point(0.0, 0.4, 0.9), point(0.15, 0.2, 0.5), point(0.5, 0.02, 0.08),
+                      point(0.7, 0.01, 0.02)),
+)  # fmt: skip
+
+
+def test_the_smallest_fraction_that_meets_the_budget() -> None:
+    assert CURVE.choose(0.5).fraction == 0.15
+    assert CURVE.choose(0.1).fraction == 0.5
+    assert CURVE.choose(0.1).expected_kl == 0.02
+
+
+def test_a_budget_that_needs_too_much_repair_is_refused_with_the_reason() -> None:
+    assert "best: 0.08" in CURVE.choose(0.05).refusal
+    assert "not calibrated" in Calibration().choose(10.0).refusal
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.0, 0.4), (0.075, 0.3), (0.15, 0.2), (0.9, 0.01)]
+)
+def test_expected_divergence_between_measured_fractions(fraction: float, expected: float) -> None:
+    assert CURVE.expected_kl(fraction) == pytest.approx(expected)
+    assert Calibration().expected_kl(fraction) == -1.0
+
+
+def test_a_calibration_is_kept_per_model(tmp_path: Path) -> None:
+    path = calibration_path(tmp_path, b"\x01\x02")
+    save_calibration(CURVE, path)
+
+    assert load_calibration(path) == CURVE
+    assert load_calibration(calibration_path(tmp_path, b"\x03")) == Calibration()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 9}', '{"format": 1, "points": 3}'])
+def test_a_file_that_is_no_calibration_is_an_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match="no calibration"):
+        load_calibration(path)
