@@ -3,6 +3,8 @@
     python -m benchmarks.engine [--short] [--json F] [--check] [--seed N]
         [--only decode,...] [--threads 2] [--model smollm2]
 
+``service`` starts Ray: run it in a loopback-only network namespace (scripts/loopback).
+
 All arms run in one process, one after the other within each round; figures are medians over the
 rounds. Ratios are taken within a round first, so that a slow spell of the machine hits both sides.
 """
@@ -33,6 +35,7 @@ from benchmarks.engine_rig import (
     stock_prefill_s,
     weight_bytes,
 )
+from benchmarks.engine_service import guard, service
 from rakv_cluster.config import load_settings
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.fetch import resolve
@@ -235,6 +238,8 @@ MEASUREMENTS: dict[str, Measurement] = {
     "reuse": reuse,
     "verification": verification,
     "gap": admission_gap,
+    "guard": guard,
+    "service": service,
     "soak": soak,
 }
 

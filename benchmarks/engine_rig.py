@@ -22,6 +22,7 @@ from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.model.selection import DEFAULT_KERNELS, KernelOptions
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
@@ -76,14 +77,22 @@ class Answer:
 class Rig:
     """One model, an engine on it, and the same weights in a stock model."""
 
-    def __init__(self, folder: Path, token_ids: Sequence[int], *, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        token_ids: Sequence[int],
+        *,
+        threads: int,
+        kernels: KernelOptions = DEFAULT_KERNELS,
+    ) -> None:
         torch.set_num_threads(threads)
-        self.loaded: LoadedModel = load_model(str(folder), threads=threads)
+        self.folder, self.threads = folder, threads
+        self.loaded: LoadedModel = load_model(str(folder), threads=threads, kernels=kernels)
         self.stock: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         )
         self.cuts = CutTable.from_tokenizer(self.loaded.tokenizer)
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._offset = 0
         self._names = 0
         self.engine = self.start(MemoryStore(1 << 30, SystemClock()))
@@ -99,6 +108,7 @@ class Rig:
             settings=settings or EngineSettings(),
             clock=SystemClock(),
             numeric_class=self.loaded.card.numeric_class,
+            near_tie_eps=self.loaded.card.guarded_eps,
         )
         engine.start()
         return engine
@@ -106,7 +116,7 @@ class Rig:
     def ids(self, length: int) -> list[int]:
         """A run of text that was not used before (the text is a ring)."""
         start, self._offset = self._offset, self._offset + length
-        return [self._token_ids[(start + i) % len(self._token_ids)] for i in range(length)]
+        return [self.token_ids[(start + i) % len(self.token_ids)] for i in range(length)]
 
     def ask(
         self,
