@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOOPBACK := scripts/loopback
 
-.PHONY: demo serve test lint types unit model clean help
+.PHONY: demo serve test test-gpu lint types unit model clean help
 
 help:            ## show this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ unit: model      ## the tests that start no Ray
 # the time.
 test: lint types model  ## all checks and all tests
 	OMP_WAIT_POLICY=PASSIVE $(LOOPBACK) $(BIN)/pytest
+
+test-gpu: $(STAMP) ## the tests that need a GPU; skipped where there is none
+	$(BIN)/pytest -m gpu
 
 clean:           ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -36,6 +36,7 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import Counters, EngineStats
 from rakv_cluster.engine.stepper import Stepper
 from rakv_cluster.kv.buffer import BufferPool
+from rakv_cluster.kv.transfer import transfer_for
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import Costs, CostView
@@ -83,12 +84,14 @@ class EngineCore:
             device=runner.device,
             granule_tokens=settings.kv_granule_tokens,
         )
+        self._transfer = transfer_for(runner.device)
         self._costs = Costs(step_tokens=settings.max_step_tokens)
         self._counters = Counters()
         self._saver = Saver(
             store,
             runner.layout,
             savers,
+            self._transfer,
             clock,
             numeric_class=numeric_class,
             queue_bytes=settings.save_queue_bytes,
@@ -142,6 +145,7 @@ class EngineCore:
             flight=flight,
             pool=self._pool,
             layout=self._runner.layout,
+            transfer=self._transfer,
             costs=self._costs,
             saver=self._saver,
             keeper=self._keeper,

@@ -19,6 +19,7 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import Counters
 from rakv_cluster.kv.buffer import BufferPool, KvBuffer
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.kv.transfer import Transfer
 from rakv_cluster.reuse.assembly import Assembled, LoadJob
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs
@@ -43,6 +44,7 @@ class Prefixes:
         flight: SingleFlight,
         pool: BufferPool,
         layout: KvLayout,
+        transfer: Transfer,
         costs: Costs,
         saver: Saver,
         keeper: Keeper,
@@ -58,6 +60,7 @@ class Prefixes:
         self._flight = flight
         self._pool = pool
         self._layout = layout
+        self._transfer = transfer
         self._costs = costs
         self._saver = saver
         self._keeper = keeper
@@ -201,6 +204,7 @@ class Prefixes:
             prompt=sequence.chunked,
             buffer=sequence.buffer,
             layout=self._layout,
+            transfer=self._transfer,
             store=self._store,
             costs=self._costs.view(now_s),
             clock=self._clock,

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import torch
-
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
+from rakv_cluster.kv.transfer import HOST_TRANSFER, Transfer
 from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.flights import Departure, FlightLimits, cold_chunks, depart
@@ -101,6 +99,7 @@ def load_plan(
     layout: KvLayout,
     clock: Clock,
     *,
+    transfer: Transfer = HOST_TRANSFER,
     have: int = 0,
     progress: Callable[[Assembled], bool] = lambda _: True,
 ) -> Assembled:
@@ -117,7 +116,7 @@ def load_plan(
         if not progress(state):
             break
         began = clock.monotonic_s()
-        outcomes = _load_batch(batch, store, buffer, layout)
+        outcomes = _load_batch(batch, store, buffer, layout, transfer)
         took_ms = (clock.monotonic_s() - began) * 1e3
         state = _advance(state, batch, outcomes, took_ms)
         if state.failed:
@@ -165,29 +164,25 @@ def _batches(loads: tuple[PlannedLoad, ...]) -> list[list[PlannedLoad]]:
 
 
 def _load_batch(
-    batch: list[PlannedLoad], store: ChunkStore, buffer: KvBuffer, layout: KvLayout
+    batch: list[PlannedLoad],
+    store: ChunkStore,
+    buffer: KvBuffer,
+    layout: KvLayout,
+    transfer: Transfer,
 ) -> list[Loaded]:
-    on_host = buffer.data.device.type == "cpu"
-    targets = [
-        buffer.slots(load.start, load.end) if on_host else _staging(load, layout) for load in batch
-    ]
+    slots = [buffer.slots(load.start, load.end) for load in batch]
+    landings = [transfer.landing(each, layout) for each in slots]
     items = [
-        LoadItem(load.key, load.token_ids, layout, bits(target))
-        for load, target in zip(batch, targets, strict=True)
+        LoadItem(load.key, load.token_ids, layout, bits(landing))
+        for load, landing in zip(batch, landings, strict=True)
     ]
     try:
         outcomes = store.load(items)
     except Exception:  # the boundary to any store: an error is a miss
         log.warning("a store failed in load; computing instead", exc_info=True)
         return []
-    if not on_host:
-        for load, target in zip(batch, targets, strict=True):
-            buffer.slots(load.start, load.end).copy_(target)
+    transfer.to_device(list(zip(slots, landings, strict=True)))
     return outcomes
-
-
-def _staging(load: PlannedLoad, layout: KvLayout) -> torch.Tensor:
-    return torch.empty(layout.shape(len(load.token_ids)), dtype=layout.torch_dtype, pin_memory=True)
 
 
 def _no_blend(buffer: KvBuffer, covered: int) -> Blended:
@@ -212,6 +207,7 @@ class LoadJob:
     prompt: ChunkedPrompt
     buffer: KvBuffer | None
     layout: KvLayout
+    transfer: Transfer
     store: ChunkStore
     costs: CostView
     clock: Clock
@@ -283,6 +279,7 @@ class LoadJob:
             buffer,
             self.layout,
             self.clock,
+            transfer=self.transfer,
             have=self.have,
             progress=self._report,
         )
@@ -294,10 +291,3 @@ class LoadJob:
         with self._lock:
             self.state = state
             return not self._abandoned
-
-
-def kv_copy(buffer: KvBuffer, start: int, stop: int) -> np.ndarray:
-    """A private host copy of the bits of slots ``[start, stop)``, contiguous."""
-    copied = torch.empty(buffer.slots(start, stop).shape, dtype=buffer.data.dtype)
-    copied.copy_(buffer.slots(start, stop))
-    return bits(copied)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
-from rakv_cluster.reuse.assembly import kv_copy
+from rakv_cluster.kv.transfer import HostCopy, Transfer
 from rakv_cluster.reuse.sensitivity import learn
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkRecord, ChunkStore
@@ -38,6 +39,7 @@ class Saver:
         store: ChunkStore,
         layout: KvLayout,
         workers: Workers,
+        transfer: Transfer,
         clock: Clock,
         *,
         numeric_class: str,
@@ -48,6 +50,7 @@ class Saver:
         self._store = store
         self._layout = layout
         self._workers = workers
+        self._transfer = transfer
         self._clock = clock
         self._numeric_class = numeric_class
         self._queue_bytes = queue_bytes
@@ -93,19 +96,20 @@ class Saver:
             self._queued_bytes += nbytes
             writes = self._pending[key].writes if key in self._pending else 0
             self._pending[key] = _Pending(writes + 1, self._clock.monotonic_s())
-        record = ChunkRecord(
+        record = partial(
+            ChunkRecord,
             key=key,
             namespace=namespace,
             token_ids=token_ids,
             start=start,
             layout=self._layout,
-            kv=kv_copy(buffer, start, start + len(token_ids)),
             cost_ms=cost_ms,
             numeric_class=self._numeric_class,
             created_s=self._clock.wall_s(),
         )
-        if not self._workers.submit(lambda: self._save(record, nbytes)):
-            self._finish(record, nbytes, taken=0, dropped=1)
+        copy = self._transfer.to_host(buffer.slots(start, start + len(token_ids)))
+        if not self._workers.submit(lambda: self._save(key, record, copy, nbytes)):
+            self._finish(key, nbytes, taken=0, dropped=1)
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """Wait for pending writes of ``keys``, so that a client's next request sees its last one.
@@ -122,9 +126,12 @@ class Saver:
                 lambda: not any(key in self._pending for key in keys), max(timeout_s, 0.0)
             )
 
-    def _save(self, record: ChunkRecord, nbytes: int) -> None:
+    def _save(
+        self, key: bytes, make: Callable[..., ChunkRecord], copy: HostCopy, nbytes: int
+    ) -> None:
         taken, dropped = 0, 0
         try:
+            record = make(kv=copy.wait())
             if not self._stored(record):
                 taken = self._store.put([record])
                 dropped = 1 - taken
@@ -134,16 +141,16 @@ class Saver:
             log.warning("a store failed in put; the chunk is not stored", exc_info=True)
             dropped = 1
         finally:
-            self._finish(record, nbytes, taken=taken, dropped=dropped)
+            self._finish(key, nbytes, taken=taken, dropped=dropped)
 
-    def _finish(self, record: ChunkRecord, nbytes: int, *, taken: int, dropped: int) -> None:
+    def _finish(self, key: bytes, nbytes: int, *, taken: int, dropped: int) -> None:
         with self._lock:
             self._saved += taken
             self._dropped += dropped
             self._queued_bytes -= nbytes
-            pending = self._pending.pop(record.key)
+            pending = self._pending.pop(key)
             if pending.writes > 1:
-                self._pending[record.key] = _Pending(pending.writes - 1, pending.queued_s)
+                self._pending[key] = _Pending(pending.writes - 1, pending.queued_s)
             self._lock.notify_all()
 
     def _stored(self, record: ChunkRecord) -> bool:
