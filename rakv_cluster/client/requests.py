@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     reuse: Literal["exact", "reorder", "blend", "off"]
     max_kl: float
     recompute: float
-    speculation: Literal["auto", "off", "1", "2", "4", "8"]
+    speculation: Literal["auto", "off", "1", "2", "4", "8", "trace"]
 
 
 def chat_body(

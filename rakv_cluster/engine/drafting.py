@@ -46,7 +46,8 @@ class Drafting:
             and part.tokens == part.choices == 1
             and not part.sequence.replaying
         ]
-        if len(seats) < len(parts):
+        # Where nobody drafts, nothing is to be decided or learned: K=0 costs what it costs.
+        if len(seats) < len(parts) or all(seat.speculation.is_off for seat in seats):
             return DraftedStep(tuple(parts))
         plan = self._speculator.plan(seats)
         drafted = zip(parts, plan.drafts, strict=True)
@@ -63,7 +64,10 @@ class Drafting:
         """``sequence`` has emitted its first token."""
         prefill_ms = (sequence.first_token_s - sequence.first_forward_s) * 1e3
         sequence.speculation = self._speculator.begin(
-            sequence.request.speculation, sequence.known_ids, prefill_ms=prefill_ms
+            sequence.request.speculation,
+            sequence.known_ids,
+            sequence.rule,
+            prefill_ms=prefill_ms,
         )
 
     def finish(self, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rakv_cluster.speculation.report import StepTrace
 from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.types import (
     BlendWish,
@@ -69,7 +70,8 @@ class RequestStats:
     for. Durations are on the engine's
     clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
     first forward to the first token, ``decode_ms`` from there on.
-    ``blocks`` are the steps behind the first token by drafts and acceptance.
+    ``blocks`` are the steps behind the first token by drafts and acceptance; ``trace`` is each of
+    them that could have drafted, where the request asked for it.
     """
 
     prompt_tokens: int = 0
@@ -86,6 +88,7 @@ class RequestStats:
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     blocks: tuple[VerifiedBlocks, ...] = ()
+    trace: tuple[StepTrace, ...] = ()
 
     @property
     def cached_tokens(self) -> int:

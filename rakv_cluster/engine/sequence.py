@@ -233,4 +233,5 @@ class Sequence:
                 VerifiedBlocks(drafted, accepted, steps)
                 for (drafted, accepted), steps in sorted(self.blocks.items())
             ),
+            trace=tuple(self.speculation.trace) if self.speculation is not None else (),
         )

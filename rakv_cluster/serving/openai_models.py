@@ -129,7 +129,7 @@ class GenerationRequest(_Strict):
     reuse: Literal["exact", "reorder", "blend", "off"] | None = None
     max_kl: float | None = Field(None, gt=0, le=100)
     recompute: float | None = Field(None, ge=0, le=1)
-    speculation: Literal["auto", "off", "1", "2", "4", "8"] | None = None
+    speculation: Literal["auto", "off", "1", "2", "4", "8", "trace"] | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)

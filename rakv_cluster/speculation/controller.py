@@ -44,6 +44,12 @@ class Reason(str, Enum):
     NOT_WORTH = "not_worth"
     GOVERNED = "governed"
     BASELINE = "baseline"
+    PROBED = "probed"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a step for this reason checks drafts that the controller chose."""
+        return self in (Reason.DRAFTED, Reason.PROBED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,9 @@ class ControllerSettings:
     After ``baseline_interval`` drafting steps one plain step is taken, so that the cost of K=0,
     which everything is compared with, is never stale. A step's measured time is booked up to
     ``stall_factor`` times the predicted one: the rest is the machine's doing. Guessing is cheap
-    up to ``cheap_draft_share`` of a plain step.
+    up to ``cheap_draft_share`` of a plain step. A draft model is asked for a draft after
+    ``probe_interval`` steps without one, if the governor allows: unlike free guesses, its drafts
+    teach nothing unless they are paid for.
     """
 
     governor: GovernorSettings = field(default_factory=GovernorSettings)
@@ -62,6 +70,7 @@ class ControllerSettings:
     baseline_interval: int = 64
     stall_factor: float = 3.0
     cheap_draft_share: float = 0.001
+    probe_interval: int = 128
 
 
 @dataclass(slots=True)
@@ -72,6 +81,7 @@ class ReplicaState:
     ledger: ReplicaLedger = field(default_factory=ReplicaLedger)
     draft_ms: float = 0.0
     drafting_steps: int = 0
+    unprobed_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -92,20 +102,25 @@ class Candidate:
     """One sequence of the step.
 
     ``available`` drafts can be had and used, guessed behind a match of ``match_tokens``.
-    ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer.
+    ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer. Drafts that
+    are yet to be made by a draft model cost ``round_ms`` for each place in the block, however many
+    sequences take part, and ``catch_up_ms`` before the first.
     """
 
     state: RequestState
     available: int
     match_tokens: int = 0
     forced: int = -1
+    round_ms: float = 0.0
+    catch_up_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """A number of rows the step could have, and what it would bring.
 
-    It is judged by ``hoped_ms`` and allowed by ``ms`` (see :class:`StepCosts`).
+    It is judged by ``hoped_ms`` and allowed by ``ms`` (see :class:`StepCosts`), both with a draft
+    model's time; catching up counts in the second only, since later steps profit from it too.
     """
 
     rows: int
@@ -136,11 +151,13 @@ class Decision:
 class StepResult:
     """What a step turned out to take and bring; ``plain_steps`` per candidate, in order.
 
-    ``draft_ms`` is 0 where the drafters were not asked.
+    ``draft_ms`` of guessing is 0 where the drafters were not asked; ``control_ms`` holds it and
+    what deciding and learning took beside it.
     """
 
     forward_ms: float
     draft_ms: float
+    control_ms: float
     plain_steps: tuple[int, ...]
 
 
@@ -202,8 +219,10 @@ def choose(
         )
     slots = _slots(settings, candidates)
     base = Option(base_rows, base_ms, base_ms, float(batch), True)
-    options = _options(slots, costs, base, allowed_ms - draft_ms)
+    options = _options(slots, candidates, costs, base, allowed_ms - draft_ms)
     reason, best = _pick(settings, replica, options)
+    if reason is Reason.NOT_WORTH and _probes(settings, replica, candidates, options):
+        reason, best = Reason.PROBED, options[1]
     if not slots:
         reason = Reason.NO_DRAFT
     drafts = list(forced)
@@ -238,19 +257,62 @@ def _slots(
 
 
 def _options(
-    slots: Sequence[tuple[float, int]], costs: StepCosts, base: Option, allowed_ms: float
+    slots: Sequence[tuple[float, int]],
+    candidates: Sequence[Candidate],
+    costs: StepCosts,
+    base: Option,
+    allowed_ms: float,
 ) -> tuple[Option, ...]:
     """K=0 first, then one option per rows bucket, each filled with the likeliest drafts."""
     options = [base]
     tokens, taken = base.tokens, 0
+    making = _Making(candidates)
     for edge, ms, hoped_ms in zip(costs.rows, costs.ms, costs.hoped_ms, strict=True):
         if edge <= base.rows or taken == len(slots):
             continue
         fill = min(edge - base.rows, len(slots))
-        tokens += sum(chance for chance, _ in slots[taken:fill])
+        for chance, index in slots[taken:fill]:
+            tokens += chance
+            making.add(index)
         taken = fill
-        options.append(Option(base.rows + fill, ms, hoped_ms, tokens, ms - base.ms <= allowed_ms))
+        extra_ms = ms + making.ms - base.ms
+        options.append(
+            Option(
+                rows=base.rows + fill,
+                ms=ms + making.ms,
+                hoped_ms=hoped_ms + making.ms,
+                tokens=tokens,
+                allowed=extra_ms + making.catch_up_ms <= allowed_ms,
+            )
+        )
     return tuple(options)
+
+
+class _Making:
+    """What a draft model takes to make the drafts added so far."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+        self._places = [0] * len(candidates)
+        self._rounds = 0
+        self._round_ms = 0.0
+        self.catch_up_ms = 0.0
+
+    @property
+    def ms(self) -> float:
+        """One round per place in the longest block."""
+        return self._rounds * self._round_ms
+
+    def add(self, index: int) -> None:
+        """One more draft for this candidate."""
+        candidate = self._candidates[index]
+        if candidate.round_ms == 0:
+            return
+        if self._places[index] == 0:
+            self.catch_up_ms += candidate.catch_up_ms
+        self._places[index] += 1
+        self._rounds = max(self._rounds, self._places[index])
+        self._round_ms = max(self._round_ms, candidate.round_ms)
 
 
 def _pick(
@@ -271,6 +333,17 @@ def _pick(
     return Reason.DRAFTED, max(allowed, key=lambda option: option.tokens / option.hoped_ms)
 
 
+def _probes(
+    settings: ControllerSettings,
+    replica: ReplicaState,
+    candidates: Sequence[Candidate],
+    options: Sequence[Option],
+) -> bool:
+    """Whether it is time for a draft model's drafts that are not expected to pay."""
+    due = replica.unprobed_steps >= settings.probe_interval
+    return due and len(options) > 1 and options[1].allowed and any(c.round_ms for c in candidates)
+
+
 def settle(
     settings: ControllerSettings,
     replica: ReplicaState,
@@ -280,10 +353,11 @@ def settle(
 ) -> None:
     """Book a step's cost to the ledgers. Acceptance is scored by each request's tracker.
 
-    A plain step costs what K=0 costs by definition, plus the guessing; forced requests are
-    neither charged nor protected.
+    A plain step costs what K=0 costs by definition, plus what speculation itself took; forced
+    requests are neither charged nor protected.
     """
-    drafting = decision.reason is Reason.DRAFTED
+    drafting = decision.reason.drafts
+    replica.unprobed_steps = 0 if drafting else replica.unprobed_steps + 1
     if drafting:
         replica.drafting_steps += 1
     elif decision.rows == len(candidates):
@@ -302,6 +376,6 @@ def settle(
         replica.ledger,
         [candidates[index].state.ledger for index in free],
         base_ms=decision.base_ms,
-        spent_ms=spent_ms + result.draft_ms,
+        spent_ms=spent_ms + result.control_ms,
         plain_steps=[result.plain_steps[index] for index in free],
     )

@@ -44,7 +44,7 @@ class CostBuckets:
     size is an edge. Contexts are tokens per sequence, averaged over the step's sequences.
     """
 
-    rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16, 24, 32, 48, 64)
+    rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     context: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     batch: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 

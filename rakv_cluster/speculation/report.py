@@ -86,6 +86,29 @@ def break_even(drafts: int, cost_ratio: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One decode step as one of its requests met it.
+
+    ``drafts`` of this request were checked and ``accepted`` of them right, of ``available`` that
+    were guessed; ``expected_tokens`` are those of the whole step of ``batch`` requests.
+    ``base_ms`` is the plain step by the measured costs and ``predicted_ms`` the step chosen (0:
+    never measured); ``measured_ms`` is what it took, ``control_ms`` what guessing, deciding and
+    learning took beside it.
+    """
+
+    reason: str
+    batch: int
+    available: int
+    drafts: int
+    accepted: int
+    expected_tokens: float
+    base_ms: float
+    predicted_ms: float
+    measured_ms: float
+    control_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class ArmReport:
     """One fixed number of drafts: what it costs, must bring, and would have brought.
 

@@ -33,7 +33,7 @@ class BenchmarkPlan:
     begins after ``budget_s``.
     """
 
-    rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16)
+    rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     context_tokens: tuple[int, ...] = (256, 2048)
     rounds: int = 5
     budget_s: float = 3.0

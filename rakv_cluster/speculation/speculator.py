@@ -8,6 +8,8 @@ thread only.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rakv_cluster.clock import Clock
+from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
@@ -29,25 +32,37 @@ from rakv_cluster.speculation.controller import (
     settle,
 )
 from rakv_cluster.speculation.cost_model import ArmCosts, CostSample, CostTable, StepCosts
+from rakv_cluster.speculation.draft_model import DraftModel, DraftState, DraftWish
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
-from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, arm_reports
+from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
 from rakv_cluster.speculation.verification import Verdict
 
-SpeculationMode = Literal["auto", "off", "1", "2", "4", "8"]
-"""What a request may ask for: the controller's choice, none, or the paper's fixed arms."""
+log = logging.getLogger(__name__)
+
+SpeculationMode = Literal["auto", "off", "1", "2", "4", "8", "trace"]
+"""What a request may ask for: the controller's choice, none, or the paper's fixed arms; "trace"
+is "auto" with every step's decision kept."""
 
 SPECULATION_MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 
 
 @dataclass(slots=True)
 class Speculation:
-    """One request's drafter and learned state; ``followed`` tokens are known to the drafter."""
+    """One request's drafters and learned state; ``followed`` tokens are known to the drafters."""
 
     drafter: Drafter
     state: RequestState
     forced: int
+    model: DraftState | None = None
+    traced: bool = False
     followed: int = 0
     tally: HindsightTally = field(default_factory=HindsightTally)
+    trace: list[StepTrace] = field(default_factory=list)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether this request never drafts."""
+        return self.forced == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class StepPlan:
     costs: StepCosts
     context_tokens: int
     draft_ms: float
+    control_ms: float
 
 
 class Speculator:
@@ -85,28 +101,36 @@ class Speculator:
         settings: ControllerSettings,
         clock: Clock,
         new_drafter: Callable[[], Drafter] = SuffixDrafter,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """``draft_model`` is asked where a sequence's own drafter has no guess."""
         self.table = table
         self.replica = ReplicaState()
         self._settings = settings
         self._clock = clock
         self._new_drafter = new_drafter
+        self._draft_model = draft_model
         self._tally = HindsightTally()
         self._steps_by_reason: Counter[str] = Counter()
         self._steps_by_drafts: Counter[int] = Counter()
         self._requests = 0
         self._right = 0
+        self._settle_ms = 0.0
 
-    def begin(self, mode: SpeculationMode, ids: np.ndarray, *, prefill_ms: float) -> Speculation:
+    def begin(
+        self, mode: SpeculationMode, ids: np.ndarray, rule: TokenRule, *, prefill_ms: float
+    ) -> Speculation:
         """Follow a sequence from its first decode step on: call it when the first token is out.
 
-        Its drafter reads the tokens so far (about 0.4 ms per 1,000), booked as overspend.
+        Its drafter reads the tokens so far (about 0.4 ms per 1,000), booked as overspend; a draft
+        model reads them when it is first asked. ``rule`` is how its tokens are chosen.
         """
         state = RequestState.begin(self.replica, prefill_ms=prefill_ms)
         if mode == "off":
             return Speculation(NullDrafter(), state, forced=0)
-        forced = -1 if mode == "auto" else int(mode)
-        speculation = Speculation(self._new_drafter(), state, forced)
+        forced = int(mode) if mode.isdecimal() else -1
+        model = DraftState(rule) if self._draft_model is not None else None
+        speculation = Speculation(self._new_drafter(), state, forced, model, traced=mode == "trace")
         started_s = self._clock.monotonic_s()
         self._follow(speculation, ids)
         book_setup(self.replica, state, (self._clock.monotonic_s() - started_s) * 1e3)
@@ -119,21 +143,18 @@ class Speculator:
         costs = self.table.step_costs(batch=len(seats), context_tokens=context_tokens)
         guesses = self._guesses(seats, costs)
         candidates = tuple(
-            Candidate(
-                seat.speculation.state,
-                len(guess.token_ids),
-                guess.match_tokens,
-                seat.speculation.forced,
-            )
-            for seat, guess in zip(seats, guesses, strict=True)
+            self._candidate(seat, guess) for seat, guess in zip(seats, guesses, strict=True)
         )
         draft_ms = (self._clock.monotonic_s() - started_s) * 1e3
         decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
+        guesses = self._made(seats, guesses, decision.drafts)
+        drafts = tuple(
+            guess.token_ids[:count] for guess, count in zip(guesses, decision.drafts, strict=True)
+        )
+        # What settling the last step took is this one's to pay: it was not known before.
+        control_ms = (self._clock.monotonic_s() - started_s) * 1e3 + self._settle_ms
         return StepPlan(
-            drafts=tuple(
-                guess.token_ids[:count]
-                for guess, count in zip(guesses, decision.drafts, strict=True)
-            ),
+            drafts=drafts,
             decision=decision,
             seats=tuple(seats),
             guesses=guesses,
@@ -141,6 +162,7 @@ class Speculator:
             costs=costs,
             context_tokens=context_tokens,
             draft_ms=draft_ms,
+            control_ms=control_ms,
         )
 
     def _guesses(self, seats: Sequence[Seat], costs: StepCosts) -> tuple[Draft, ...]:
@@ -157,21 +179,67 @@ class Speculator:
             guesses.append(seat.speculation.drafter.propose(limit))
         return tuple(guesses)
 
+    def _candidate(self, seat: Seat, guess: Draft) -> Candidate:
+        """The sequence's guess, or what the draft model could make of it if there is none."""
+        speculation, model = seat.speculation, seat.speculation.model
+        available, round_ms, catch_up_ms = len(guess.token_ids), 0.0, 0.0
+        if not available and model is not None and self._draft_model is not None:
+            limit = min(seat.limit, self._settings.max_drafts)
+            if limit > 0 and self._draft_model.can_draft(model, limit):
+                available, round_ms = limit, self._draft_model.round_ms
+                catch_up_ms = model.lag_tokens * self._draft_model.lag_token_ms
+        return Candidate(
+            speculation.state,
+            available,
+            guess.match_tokens,
+            speculation.forced,
+            round_ms=round_ms,
+            catch_up_ms=catch_up_ms,
+        )
+
+    def _made(
+        self, seats: Sequence[Seat], guesses: tuple[Draft, ...], counts: Sequence[int]
+    ) -> tuple[Draft, ...]:
+        """The guesses, with those that the draft model was left to make."""
+        wishes = [
+            DraftWish(model, count)
+            for seat, guess, count in zip(seats, guesses, counts, strict=True)
+            if count and not guess.token_ids and (model := seat.speculation.model) is not None
+        ]
+        if not wishes or self._draft_model is None:
+            return guesses
+        try:
+            made = iter(self._draft_model.draft(wishes))
+        except Exception:  # out of memory and kernel errors come as any type
+            log.exception("the draft model failed and is not asked again")
+            self._draft_model = None
+            return guesses
+        return tuple(
+            Draft(next(made)) if count and not guess.token_ids else guess
+            for guess, count in zip(guesses, counts, strict=True)
+        )
+
     def _follow(self, speculation: Speculation, ids: np.ndarray) -> None:
         """Catch up with what the sequence has become since the last call."""
         tokens = ids[speculation.followed :].tolist()
         speculation.followed = len(ids)
         speculation.drafter.extend(tokens)
+        if speculation.model is not None:
+            speculation.model.ids += tokens
         for trial in speculation.state.acceptance.follow(tokens):
             speculation.tally.add_trial(trial)
 
     def settle(self, plan: StepPlan, verdicts: Sequence[Verdict], *, forward_ms: float) -> None:
         """Learn from the step that ``plan`` led to; one verdict per sequence, in order."""
+        started_s = self._clock.monotonic_s()
         batch = len(plan.seats)
         rows = batch + sum(len(drafts) for drafts in plan.drafts)
         self.table.observe(CostSample(rows, plan.context_tokens, batch, forward_ms))
         result = StepResult(
-            forward_ms, plan.draft_ms, tuple(verdict.plain_steps for verdict in verdicts)
+            forward_ms=forward_ms,
+            draft_ms=plan.draft_ms,
+            control_ms=plan.control_ms,
+            plain_steps=tuple(verdict.plain_steps for verdict in verdicts),
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
@@ -180,12 +248,38 @@ class Speculator:
             self._steps_by_drafts[len(drafts)] += 1
             costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
             speculation.state.acceptance.open(guess.token_ids, guess.match_tokens, costs)
-            if speculation.forced != 0 and not guess.token_ids and costs.known:
+            # What a draft model would have said is not known unless it was asked.
+            unknown = speculation.is_off or speculation.model is not None
+            if not unknown and not guess.token_ids and costs.known:
                 speculation.tally.add(0, costs)
+        self._trace(plan, verdicts, forward_ms)
+        self._settle_ms = (self._clock.monotonic_s() - started_s) * 1e3
+
+    def _trace(self, plan: StepPlan, verdicts: Sequence[Verdict], forward_ms: float) -> None:
+        """Keep the step's decision for the requests that asked for it."""
+        decision = plan.decision
+        for index, (seat, verdict) in enumerate(zip(plan.seats, verdicts, strict=True)):
+            if seat.speculation.traced:
+                seat.speculation.trace.append(
+                    StepTrace(
+                        reason=decision.reason.value,
+                        batch=len(plan.seats),
+                        available=plan.candidates[index].available,
+                        drafts=len(plan.drafts[index]),
+                        accepted=verdict.accepted,
+                        expected_tokens=decision.expected_tokens,
+                        base_ms=_finite(decision.base_ms),
+                        predicted_ms=_finite(decision.predicted_ms),
+                        measured_ms=forward_ms,
+                        control_ms=plan.control_ms,
+                    )
+                )
 
     def finish(self, speculation: Speculation, ids: np.ndarray) -> None:
         """The request ended with these tokens: keep its hindsight."""
-        if speculation.forced == 0:
+        if speculation.model is not None and self._draft_model is not None:
+            self._draft_model.close(speculation.model)
+        if speculation.is_off:
             return
         self._follow(speculation, ids)
         if speculation.tally.points:
@@ -210,3 +304,7 @@ class Speculator:
             decision_accuracy=self._right / self._requests if self._requests else 1.0,
             requests=self._requests,
         )
+
+
+def _finite(ms: float) -> float:
+    return ms if math.isfinite(ms) else 0.0

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.speculation.controller import ControllerSettings, Decision
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.speculator import Seat, Speculation, Speculator
 from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
 from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.types import SamplingParams
+
+NO_RULE = TokenRule(SamplingParams(), [], vocab_size=1)
+"""Scripts choose the tokens here."""
 
 WRONG_TOKEN = -1
 """Never chosen: the right token at output position ``p`` is ``p`` itself."""
@@ -122,7 +127,7 @@ class SimulatedReplica:
         return steps
 
     def _begin(self, script: Script, output_tokens: int, prefill_ms: float) -> _Running:
-        speculation = self.speculator.begin("auto", np.arange(0), prefill_ms=prefill_ms)
+        speculation = self.speculator.begin("auto", np.arange(0), NO_RULE, prefill_ms=prefill_ms)
         speculation.drafter = ScriptedDrafter(script, self.clock)
         return _Running(speculation, output_tokens)
 

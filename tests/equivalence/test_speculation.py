@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +16,17 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.model.runner import TransformersRunner
-from rakv_cluster.model.step import Runner
+from rakv_cluster.model.step import Runner, Step
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
-from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, SuffixDrafter
+from rakv_cluster.speculation.draft_model import DraftModel
+from rakv_cluster.speculation.drafters import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    NullDrafter,
+    SuffixDrafter,
+)
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.store.memory import MemoryStore
@@ -110,20 +118,27 @@ def serve(
     texts: Sequence[list[int]] = (),
     chance: random.Random | None = None,
     engine_settings: EngineSettings | None = None,
+    draft_runner: Runner | None = None,
 ) -> list[Recording]:
-    """All requests through one engine at once; with ``texts``, drafted from what they say."""
+    """All requests through one engine at once; with ``texts``, drafted from what they say, and
+    by ``draft_runner``'s model where that drafter knows nothing."""
     clock = ManualClock()
     luck = chance or random.Random(0)
 
-    def new_drafter() -> KnowingDrafter | SuffixDrafter:
+    def new_drafter() -> Drafter:
+        if draft_runner is not None and luck.random() < 0.5:
+            return NullDrafter()
         return KnowingDrafter(texts, luck) if texts and luck.random() < 0.8 else SuffixDrafter()
 
+    draft_model = (
+        None if draft_runner is None else DraftModel(draft_runner, clock, kv_budget_bytes=1 << 16)
+    )
     engine = EngineHarness(
         runner,
         MemoryStore(1 << 22, clock),
         clock,
         settings=engine_settings or EngineSettings(),
-        speculator=Speculator(free_costs(), UNGOVERNED, clock, new_drafter),
+        speculator=Speculator(free_costs(), UNGOVERNED, clock, new_drafter, draft_model),
     )
     answers = [
         engine.ask(
@@ -140,6 +155,7 @@ def serve(
     ]
     engine.run(*answers)
     assert engine.core.stats().kv_leased_bytes == 0
+    assert draft_model is None or draft_model.leased_bytes == 0
     return answers
 
 
@@ -165,7 +181,11 @@ def check_equal(ask: Ask, drafted: Recording, plain: Recording) -> None:
 
 
 def compare(
-    runner: Runner, requests: Sequence[Ask], seed: int, engine_settings: EngineSettings
+    runner: Runner,
+    requests: Sequence[Ask],
+    seed: int,
+    engine_settings: EngineSettings,
+    draft_runner: Runner | None = None,
 ) -> None:
     plain = [serve(runner, [ask], speculate=False)[0] for ask in requests]
     texts = [
@@ -180,6 +200,7 @@ def compare(
         texts=texts,
         chance=random.Random(seed),
         engine_settings=engine_settings,
+        draft_runner=draft_runner,
     )
 
     for ask, answer, expected in zip(requests, drafted, plain, strict=True):
@@ -207,6 +228,33 @@ def compare(
 def test_exact_model(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
     """On arithmetic without rounding: any batch, preemption, reuse, drafts right or wrong."""
     compare(FakeRunner(vocab_size=5), requests, seed, engine_settings)
+
+
+class OftenRight(FakeRunner):
+    """A draft model: the target's logits, shifted by a token at every third position."""
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        wrong = step.positions[step.logit_rows] % 3 == 0
+        return torch.where(wrong[:, None], logits.roll(1, dims=-1), logits)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(asks, min_size=1, max_size=4),
+    st.integers(0, 1_000),
+    st.builds(
+        EngineSettings,
+        kv_budget_bytes=st.integers(6, 16).map(lambda granules: granules * GRANULE * 32),
+        kv_granule_tokens=st.just(GRANULE),
+        max_running=st.integers(1, 4),
+        growth_tokens=st.sampled_from([1, GRANULE]),
+    ),
+)
+def test_both_drafters(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
+    """A draft model beside the others, its memory too small for all: any batch and K."""
+    draft_runner = OftenRight(vocab_size=5)
+    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, draft_runner)
 
 
 def runner_of(build: Callable[[], object]) -> TransformersRunner:
@@ -264,6 +312,72 @@ def test_certain_drafts_are_all_accepted(mode: SpeculationMode, temperature: flo
     assert all(block.accepted == block.drafted for block in answer.stats.blocks)
     longest = max(block.drafted for block in answer.stats.blocks)
     assert longest == (15 if mode == "auto" else int(mode))
+
+
+@pytest.mark.parametrize("mode", ["1", "2", "4", "8", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    mode: SpeculationMode, temperature: float
+) -> None:
+    """At every K, greedy and sampled, with penalties, over batches, and behind a reused prefix."""
+    runner, clock = FakeRunner(vocab_size=64), ManualClock()
+    draft_model = DraftModel(FakeRunner(vocab_size=64), clock, kv_budget_bytes=1 << 20)
+    engine = EngineHarness(
+        runner,
+        MemoryStore(1 << 22, clock),
+        clock,
+        settings=EngineSettings(),
+        speculator=Speculator(free_costs(), UNGOVERNED, clock, NullDrafter, draft_model),
+    )
+    requests = [
+        Ask(text, length, 40, 0, frozenset(),
+            SamplingParams(temperature=temperature, seed=seed, frequency_penalty=0.3), mode, -1)
+        for text, length, seed in ((1, 30, 5), (1, 30, 6), (2, 17, 7))
+    ]  # fmt: skip
+    plain = [serve(runner, [ask], speculate=False)[0] for ask in requests]
+
+    for _ in range(2):  # the second time all prompts are found in the store
+        answers = [
+            engine.ask(engine.prompt(ask.prompt(64)), 40, sampling=ask.sampling, speculation=mode)
+            for ask in requests
+        ]
+        engine.run(*answers)
+
+        assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
+        blocks = [block for answer in answers for block in answer.stats.blocks]
+        assert all(block.accepted == block.drafted for block in blocks)
+        if mode != "auto":
+            assert max(block.drafted for block in blocks) == int(mode)
+    assert draft_model.leased_bytes == 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_default_model_as_its_own_draft_model(
+    default_model: LoadedModel, temperature: float
+) -> None:
+    """Its second copy of the KV goes out of step nowhere: every draft is accepted."""
+    prompt_ids = default_model.tokenizer("The three laws of thermodynamics are")["input_ids"]
+    for mode in ("1", "4", "8"):
+        clock = ManualClock()
+        draft_model = DraftModel(default_model.runner, clock, kv_budget_bytes=1 << 28)
+        engine = EngineHarness(
+            default_model.runner,
+            MemoryStore(1 << 28, clock),
+            clock,
+            settings=EngineSettings(),
+            speculator=Speculator(free_costs(), UNGOVERNED, clock, NullDrafter, draft_model),
+        )
+        answer = engine.ask(
+            engine.prompt(prompt_ids),
+            32,
+            sampling=SamplingParams(temperature=temperature, seed=3),
+            speculation=mode,
+        )
+        engine.run(answer)
+
+        assert all(block.accepted == block.drafted for block in answer.stats.blocks)
+        assert max(block.drafted for block in answer.stats.blocks) == int(mode)
 
 
 @pytest.mark.model

@@ -138,7 +138,7 @@ def test_a_plain_step_is_taken_now_and_then_to_keep_its_cost_fresh() -> None:
     for _ in range(8):
         decision = choose(settings, replica, candidates, CHEAP)
         reasons.append(decision.reason)
-        settle(settings, replica, candidates, decision, StepResult(30.0, 0.0, (1,)))
+        settle(settings, replica, candidates, decision, StepResult(30.0, 0.0, 0.0, (1,)))
 
     assert reasons == [*[Reason.DRAFTED] * 3, Reason.BASELINE, *[Reason.DRAFTED] * 3,
                        Reason.BASELINE]  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_stall_is_not_booked_as_the_price_of_drafting() -> None:
     candidates = [Candidate(request(replica, hit_rate=1.0), 1, 8)]
     decision = choose(settings, replica, candidates, CHEAP)
 
-    settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, (1,)))
+    settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, 0.0, (1,)))
 
     assert replica.ledger.overspend_ms == pytest.approx(3 * 30.5 - 30.0)
 

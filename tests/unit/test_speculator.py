@@ -16,6 +16,7 @@ from rakv_cluster.speculation.speculator import (
 )
 from rakv_cluster.speculation.verification import judge_block
 from rakv_cluster.testing import ManualClock
+from rakv_cluster.testing.speculation import NO_RULE
 
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -32,7 +33,7 @@ def decode(
 ) -> Counter[tuple[int, int]]:
     """A request for which the model says ``truth``; its steps by (drafts, accepted)."""
     prompt = [*PHRASE, 1, 2, 3]
-    sequence = subject.begin(mode, np.array(prompt), prefill_ms=500.0)
+    sequence = subject.begin(mode, np.array(prompt), NO_RULE, prefill_ms=500.0)
     blocks: Counter[tuple[int, int]] = Counter()
     done = 0
     while done < len(truth):
