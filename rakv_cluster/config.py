@@ -120,6 +120,15 @@ class Settings(BaseModel):
         "request; anything",
     )
 
+    draft_model: str = Field(
+        "",
+        description="model with the same vocabulary that drafts where the text so far offers "
+        "nothing (see `rakv model make-draft`); empty: none",
+    )
+    draft_kv_budget_bytes: Bytes = Field(
+        ByteSize(512 * MIB), description="the draft model's KV of running requests, per replica"
+    )
+
     kv_budget_bytes: Bytes = Field(
         ByteSize(2 * GIB), description="KV of running requests, per replica"
     )

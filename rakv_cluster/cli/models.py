@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rakv_cluster.config import Settings, load_settings
+from rakv_cluster.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
 
@@ -35,6 +36,47 @@ def fetch(
         console.print(f"{step.stage}: {step.item}{part}", highlight=False, soft_wrap=True)
 
     fetch_model(name, _settings(cache_dir).cache_path, progress=show)
+
+
+@app.command("make-draft")
+def make_draft_model(
+    model: Annotated[str, typer.Argument(help="The model to draft for: name, id or folder.")],
+    folder: Annotated[Path, typer.Argument(help="Where the draft model goes; must not exist.")],
+    *,
+    every: Annotated[int, typer.Option(help="Keep every so many-th layer.")] = 6,
+    distill: Annotated[
+        float, typer.Option(help="Minutes to train the kept layers on --texts.")
+    ] = 0.0,
+    texts: Annotated[
+        Path, typer.Option(help="Folder of text files to train on (.txt .md .rst .py).")
+    ] = Path(),
+    cache_dir: CacheDir = None,
+) -> None:
+    """Make a draft model out of a model's own layers, and say how often both agree.
+
+    Example: rakv model make-draft smollm2 drafts/smollm2-6 --distill 10 --texts ~/documents
+    """
+    from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
+    from rakv_cluster.model.make_draft import Distillation, make_draft  # noqa: PLC0415
+
+    if (distill > 0) != (texts != Path()):
+        raise ConfigError("--distill and --texts go together", field="distill")
+    console = Console(highlight=False, soft_wrap=True)
+    report = make_draft(
+        resolve(model, _settings(cache_dir).cache_path),
+        folder,
+        every=every,
+        distillation=Distillation(distill, texts) if distill > 0 else None,
+        note=console.print,
+    )
+    console.print(
+        f"{len(report.kept_layers)} of {report.target_layers} layers, "
+        f"{report.parameters_share:.0%} of the weights; agrees with the model on "
+        f"{report.agreement:.1%} of {report.measured_tokens} tokens"
+    )
+    for drafts, tokens in report.tokens_per_step.items():
+        console.print(f"  always {drafts} drafts: {tokens:.2f} tokens a step")
+    console.print(f"use it with `rakv serve --set draft_model={folder}`")
 
 
 @app.command("list")

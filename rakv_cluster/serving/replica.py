@@ -23,13 +23,21 @@ from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
 from rakv_cluster.serving.routing_report import RoutingReporter
 from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import CostIdentity, machine_name
+from rakv_cluster.speculation.cost_model import (
+    CostIdentity,
+    costs_path,
+    machine_name,
+    save_costs,
+)
+from rakv_cluster.speculation.draft_model import DraftModel, check_vocabulary
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.types import ReuseMode
+
+log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +50,8 @@ class Replica:
     """A :class:`~rakv_cluster.serving.backend.Backend` in this process.
 
     ``newest_keys`` names the keys in RAM, used last first: what routers are told is here.
+    ``draft`` is a model that drafts for ``model``; raises :class:`ConfigError` if their
+    vocabularies differ.
     """
 
     def __init__(
@@ -53,13 +63,17 @@ class Replica:
         *,
         flight: SingleFlight = NO_FLIGHT,
         newest_keys: Callable[[int], Sequence[bytes]] = _no_keys,
+        draft: LoadedModel | None = None,
     ) -> None:
         self._card = model.card
         self._store = store
+        self._costs = _identity(model)
+        self._costs_path = costs_path(settings.cache_path, self._costs)
+        self._speculator = _speculator(model, draft, settings, clock)
         self._engine = Engine(
             model.runner,
             store,
-            _speculator(model, settings, clock),
+            self._speculator,
             cuts=CutTable.from_tokenizer(model.tokenizer),
             limits=ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens),
             settings=engine_settings(settings),
@@ -124,7 +138,15 @@ class Replica:
     def close(self) -> None:
         """Cancel what runs, finish pending writes, close the store."""
         self._engine.stop()
+        self._keep_costs()
         self._store.close()
+
+    def _keep_costs(self) -> None:
+        """What was learned of step costs serves the first request after the next start."""
+        try:
+            save_costs(self._costs_path, self._costs, self._speculator.table)
+        except OSError:
+            log.warning("step costs cannot be kept in %s", self._costs_path, exc_info=True)
 
 
 def engine_settings(settings: Settings) -> EngineSettings:
@@ -152,9 +174,25 @@ def _blending(model: LoadedModel, settings: Settings) -> BlendSupport:
         return BlendSupport(model.rotation)
 
 
-def _speculator(model: LoadedModel, settings: Settings, clock: Clock) -> Speculator:
+def _identity(model: LoadedModel) -> CostIdentity:
+    return CostIdentity(machine_name(), model.card.digest.hex(), model.card.numeric_class)
+
+
+def _speculator(
+    model: LoadedModel, draft: LoadedModel | None, settings: Settings, clock: Clock
+) -> Speculator:
     """With this machine's step costs, measured if they are not known yet (some seconds)."""
-    identity = CostIdentity(machine_name(), model.card.digest.hex(), model.card.numeric_class)
-    table = seeded_costs(model.runner, identity, cache_dir=settings.cache_path, clock=clock)
+    table = seeded_costs(model.runner, _identity(model), cache_dir=settings.cache_path, clock=clock)
     governor = GovernorSettings(GovernorMode(settings.speculation_governor))
-    return Speculator(table, ControllerSettings(governor=governor), clock)
+    controller = ControllerSettings(governor=governor)
+    if draft is None:
+        return Speculator(table, controller, clock)
+    check_vocabulary(model.tokenizer, draft.tokenizer)
+    draft_model = DraftModel(
+        draft.runner,
+        clock,
+        kv_budget_bytes=int(settings.draft_kv_budget_bytes),
+        vocab_size=model.runner.vocab_size,
+    )
+    draft_model.calibrate()
+    return Speculator(table, controller, clock, draft_model=draft_model)

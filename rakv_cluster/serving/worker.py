@@ -11,7 +11,7 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
-from rakv_cluster.model.loader import load_model
+from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
@@ -27,17 +27,8 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         clock = SystemClock()
-        model = load_model(
-            resolve(settings.model, settings.cache_path),
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads_per_replica,
-            kernels=KernelOptions(
-                fused=settings.fused,
-                numerics=settings.numerics,
-                packed_budget_bytes=settings.packed_budget_bytes,
-            ),
-        )
+        model = _load(settings.model, settings)
+        draft = _load(settings.draft_model, settings) if settings.draft_model else None
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
         opened = open_store(settings, memory, clock)
         self._clock = clock
@@ -48,6 +39,7 @@ class Worker:
             clock,
             flight=opened.flight,
             newest_keys=memory.newest,
+            draft=draft,
         )
         log.info("replica ready: %s, %s", model.card.model_id, model.card.numeric_class)
 
@@ -89,3 +81,17 @@ class Worker:
         replica = getattr(self, "_replica", None)
         if replica is not None:
             replica.close()
+
+
+def _load(source: str, settings: Settings) -> LoadedModel:
+    return load_model(
+        resolve(source, settings.cache_path),
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads_per_replica,
+        kernels=KernelOptions(
+            fused=settings.fused,
+            numerics=settings.numerics,
+            packed_budget_bytes=settings.packed_budget_bytes,
+        ),
+    )

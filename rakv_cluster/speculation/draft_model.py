@@ -12,12 +12,16 @@ steps without drafts, and prompts whose KV the target found in a store.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast
 
 from rakv_cluster.clock import Clock
+from rakv_cluster.errors import ConfigError
 from rakv_cluster.kv.buffer import BufferPool, KvBuffer
 from rakv_cluster.model.sampling import RuleRow, TokenRule, choose
 from rakv_cluster.model.step import Runner, Span, Step
@@ -28,6 +32,19 @@ CATCH_UP_ROWS = 512
 
 _MS_GAIN = 0.1
 _CALIBRATION_TOKENS = 64
+
+
+def check_vocabulary(target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast) -> None:
+    """Raise :class:`ConfigError` naming the first token id that the two do not agree on."""
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ConfigError(
+                f"the draft model has another vocabulary: id {index} is {theirs.get(index)!r}, "
+                f"the model's is {ours.get(index)!r}",
+                field="draft_model",
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +93,12 @@ class _Running:
 class DraftModel:
     """The draft model of a replica, with KV of its own. Used by the engine thread only."""
 
-    def __init__(self, runner: Runner, clock: Clock, *, kv_budget_bytes: int) -> None:
+    def __init__(
+        self, runner: Runner, clock: Clock, *, kv_budget_bytes: int, vocab_size: int = 0
+    ) -> None:
+        """``vocab_size`` is the target's, where padding makes it another than the runner's."""
         self._runner = runner
+        self._vocab_size = vocab_size or runner.vocab_size
         self._clock = clock
         self._pool = BufferPool(runner.layout, budget_bytes=kv_budget_bytes, device=runner.device)
         self.round_ms = 0.0
@@ -92,7 +113,7 @@ class DraftModel:
 
     def calibrate(self) -> None:
         """Measure both costs on scratch memory; the first of three rounds does not count."""
-        greedy = TokenRule(SamplingParams(temperature=0.0), [], self._runner.vocab_size)
+        greedy = TokenRule(SamplingParams(temperature=0.0), [], self._vocab_size)
         tokens = min(_CALIBRATION_TOKENS, self._runner.context_tokens - 5)
         for _ in range(3):
             state = DraftState(greedy, [0] * tokens)
@@ -177,6 +198,8 @@ class DraftModel:
     def _round(self, running: Sequence[_Running]) -> None:
         """Run everything pending and take one draft of each sequence."""
         logits = self._forward(running, [each.pending for each in running], wanted=True)
+        missing = self._vocab_size - logits.shape[1]  # columns of padding, more or fewer
+        logits = functional.pad(logits, (0, missing), value=-math.inf) if missing else logits
         rows = [
             RuleRow(
                 each.wish.state.rule,
