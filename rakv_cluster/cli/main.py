@@ -10,7 +10,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import rakv_cluster
-from rakv_cluster.cli import ask, batch, demo, keys, models, route, serve, store
+from rakv_cluster.cli import ask, batch, demo, keys, models, route, serve, speculation, store
 from rakv_cluster.errors import RakvError
 
 USAGE_ERROR = 2
@@ -44,6 +44,7 @@ app.add_typer(models.app, name="model")
 app.add_typer(keys.app, name="key")
 app.add_typer(batch.app, name="batch")
 app.add_typer(route.app, name="route")
+app.add_typer(speculation.app, name="speculation")
 app.add_typer(store.app, name="store")
 
 

@@ -90,16 +90,22 @@ class Advancer:
         self._counters.steps += 1
         lone = is_lone(step.parts)
         verdicts: list[Verdict] = []
+        chosen: list[tuple[Part, Many[Choice], Decided]] = []
         for part, choices in zip(step.parts, computed.choices, strict=True):
             decided = NOTHING_DECIDED
             if choices:
                 verdicts.append(judge(part, choices))
                 decided = decide(part, choices, verdicts[-1], lone=lone)
+                chosen.append((part, choices, decided))
             self._advance(part, decided.verdict.verified_rows, computed, lone)
-            if choices and self._take(part, choices, decided, now_s):
-                outcome.ended.append(part.sequence)
-        # Near-ties are no fault of the drafts: what those brought is learned as judged.
+        # Near-ties are no fault of the drafts: what those brought is learned as judged. Before
+        # tokens go out: a request's last event accounts for its last step too.
         self._drafting.settle(step, verdicts, computed.ms)
+        outcome.ended += [
+            part.sequence
+            for part, choices, decided in chosen
+            if self._take(part, choices, decided, now_s)
+        ]
 
     def _advance(self, part: Part, rows: int, computed: Computed, lone: bool) -> None:
         """Advance the verified length over ``rows`` rows from the part's last known token on."""

@@ -71,7 +71,8 @@ class RequestStats:
     clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
     first forward to the first token, ``decode_ms`` from there on.
     ``blocks`` are the steps behind the first token by drafts and acceptance; ``trace`` is each of
-    them that could have drafted, where the request asked for it.
+    them that could have drafted, where the request asked for it. ``text_drafts`` were found in the
+    text so far, ``model_drafts`` made by a draft model.
     """
 
     prompt_tokens: int = 0
@@ -89,6 +90,8 @@ class RequestStats:
     decode_ms: float = 0.0
     blocks: tuple[VerifiedBlocks, ...] = ()
     trace: tuple[StepTrace, ...] = ()
+    text_drafts: int = 0
+    model_drafts: int = 0
 
     @property
     def cached_tokens(self) -> int:

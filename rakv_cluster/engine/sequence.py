@@ -215,6 +215,7 @@ class Sequence:
         forward = self.first_forward_s
         blended = self.blended
         token = self.first_token_s if self.first_token_s >= 0 else now_s
+        speculation = self.speculation
         return RequestStats(
             prompt_tokens=self.prompt_tokens,
             ram_tokens=ram,
@@ -233,5 +234,7 @@ class Sequence:
                 VerifiedBlocks(drafted, accepted, steps)
                 for (drafted, accepted), steps in sorted(self.blocks.items())
             ),
-            trace=tuple(self.speculation.trace) if self.speculation is not None else (),
+            trace=tuple(speculation.trace) if speculation is not None else (),
+            text_drafts=speculation.text_drafts if speculation is not None else 0,
+            model_drafts=speculation.model_drafts if speculation is not None else 0,
         )

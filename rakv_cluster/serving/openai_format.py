@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rakv_cluster.engine.request import RequestStats
@@ -125,6 +125,8 @@ class Totals:
                 "steps_by_drafts": {str(k): n for k, n in stats.steps_by_drafts.items()},
                 "acceptance_by_position": [round(x, 4) for x in stats.acceptance_by_position],
                 "accepted_tokens": stats.accepted_tokens,
+                "drafts_by_source": {"text": stats.text_drafts, "model": stats.model_drafts},
+                **({"trace": [asdict(step) for step in stats.trace]} if stats.trace else {}),
             },
             "timings_ms": {
                 "tokenize": round(self.tokenize_ms, 3),

@@ -31,6 +31,7 @@ from rakv_cluster.speculation.cost_model import (
 )
 from rakv_cluster.speculation.draft_model import DraftModel, check_vocabulary
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+from rakv_cluster.speculation.report import figures
 from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
@@ -40,6 +41,8 @@ from rakv_cluster.types import ReuseMode
 log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
+
+_REPORTED_CONTEXT_TOKENS = 512
 
 
 def _no_keys(count: int) -> Sequence[bytes]:
@@ -120,10 +123,12 @@ class Replica:
         counters = engine.pop("counters")
         finished = counters.pop("finished")
         store = self._store.stats()
+        drafting = self._speculator.report(context_tokens=_REPORTED_CONTEXT_TOKENS)
         return {
             **{f"engine_{name}": float(value) for name, value in engine.items()},
             **{f"engine_{name}_total": float(value) for name, value in counters.items()},
             **{f"engine_finished_{name}_total": float(n) for name, n in finished.items()},
+            **{f"speculation_{name}": value for name, value in figures(drafting).items()},
             "store_records": float(store.records),
             "store_bytes": float(store.stored_bytes),
             "store_budget_bytes": float(store.budget_bytes),

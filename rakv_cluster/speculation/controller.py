@@ -102,15 +102,16 @@ class Candidate:
     """One sequence of the step.
 
     ``available`` drafts can be had and used, guessed behind a match of ``match_tokens``.
-    ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer. Drafts that
-    are yet to be made by a draft model cost ``round_ms`` for each place in the block, however many
-    sequences take part, and ``catch_up_ms`` before the first.
+    ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer. Drafts
+    ``by_model`` are yet to be made: they cost ``round_ms`` for each place in the block, however
+    many sequences take part, and ``catch_up_ms`` before the first.
     """
 
     state: RequestState
     available: int
     match_tokens: int = 0
     forced: int = -1
+    by_model: bool = False
     round_ms: float = 0.0
     catch_up_ms: float = 0.0
 
@@ -306,7 +307,7 @@ class _Making:
     def add(self, index: int) -> None:
         """One more draft for this candidate."""
         candidate = self._candidates[index]
-        if candidate.round_ms == 0:
+        if not candidate.by_model:
             return
         if self._places[index] == 0:
             self.catch_up_ms += candidate.catch_up_ms
@@ -341,7 +342,7 @@ def _probes(
 ) -> bool:
     """Whether it is time for a draft model's drafts that are not expected to pay."""
     due = replica.unprobed_steps >= settings.probe_interval
-    return due and len(options) > 1 and options[1].allowed and any(c.round_ms for c in candidates)
+    return due and len(options) > 1 and options[1].allowed and any(c.by_model for c in candidates)
 
 
 def settle(

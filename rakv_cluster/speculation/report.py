@@ -144,6 +144,31 @@ class ReplicaReport:
     requests: int
 
 
+def figures(report: ReplicaReport) -> dict[str, float]:
+    """The report as named numbers, for stats and metrics; ``arm_4_...`` is about 4 drafts."""
+    named = {
+        "base_ms": report.base_ms if math.isfinite(report.base_ms) else 0.0,
+        "draft_ms": report.draft_ms,
+        "overspend_share": report.overspend_share,
+        "best_fixed_drafts": report.best_fixed_drafts,
+        "regret": report.regret,
+        "decision_accuracy": report.decision_accuracy,
+        "requests_total": report.requests,
+    }
+    for arm in report.arms:
+        prefix = f"arm_{arm.drafts}"
+        named[f"{prefix}_cost_ratio"] = arm.cost_ratio
+        named[f"{prefix}_break_even_acceptance"] = arm.break_even_acceptance
+        named[f"{prefix}_tokens_per_step"] = arm.tokens_per_step
+    for place, rate in enumerate(report.acceptance_by_position, start=1):
+        named[f"acceptance_at_{place}"] = rate
+    for reason, steps in report.steps_by_reason.items():
+        named[f"steps_{reason}_total"] = steps
+    for drafts, steps in report.steps_by_drafts.items():
+        named[f"steps_of_{drafts}_drafts_total"] = steps
+    return {name: float(value) for name, value in named.items()}
+
+
 def arm_reports(costs: StepCosts, tally: HindsightTally) -> tuple[ArmReport, ...]:
     """One line per arm whose cost is known, for one sequence."""
     reports = []

@@ -56,6 +56,8 @@ class Speculation:
     model: DraftState | None = None
     traced: bool = False
     followed: int = 0
+    text_drafts: int = 0
+    model_drafts: int = 0
     tally: HindsightTally = field(default_factory=HindsightTally)
     trace: list[StepTrace] = field(default_factory=list)
 
@@ -182,19 +184,19 @@ class Speculator:
     def _candidate(self, seat: Seat, guess: Draft) -> Candidate:
         """The sequence's guess, or what the draft model could make of it if there is none."""
         speculation, model = seat.speculation, seat.speculation.model
-        available, round_ms, catch_up_ms = len(guess.token_ids), 0.0, 0.0
-        if not available and model is not None and self._draft_model is not None:
+        if not guess.token_ids and model is not None and self._draft_model is not None:
             limit = min(seat.limit, self._settings.max_drafts)
-            if limit > 0 and self._draft_model.can_draft(model, limit):
-                available, round_ms = limit, self._draft_model.round_ms
-                catch_up_ms = model.lag_tokens * self._draft_model.lag_token_ms
+            if limit > 0 and not speculation.is_off and self._draft_model.can_draft(model, limit):
+                return Candidate(
+                    speculation.state,
+                    limit,
+                    forced=speculation.forced,
+                    by_model=True,
+                    round_ms=self._draft_model.round_ms,
+                    catch_up_ms=model.lag_tokens * self._draft_model.lag_token_ms,
+                )
         return Candidate(
-            speculation.state,
-            available,
-            guess.match_tokens,
-            speculation.forced,
-            round_ms=round_ms,
-            catch_up_ms=catch_up_ms,
+            speculation.state, len(guess.token_ids), guess.match_tokens, speculation.forced
         )
 
     def _made(
@@ -243,8 +245,13 @@ class Speculator:
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
-        for seat, drafts, guess in zip(plan.seats, plan.drafts, plan.guesses, strict=True):
+        per_seat = zip(plan.seats, plan.drafts, plan.guesses, plan.candidates, strict=True)
+        for seat, drafts, guess, candidate in per_seat:
             speculation = seat.speculation
+            if candidate.by_model:
+                speculation.model_drafts += len(drafts)
+            else:
+                speculation.text_drafts += len(drafts)
             self._steps_by_drafts[len(drafts)] += 1
             costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
             speculation.state.acceptance.open(guess.token_ids, guess.match_tokens, costs)

@@ -314,6 +314,23 @@ def test_certain_drafts_are_all_accepted(mode: SpeculationMode, temperature: flo
     assert longest == (15 if mode == "auto" else int(mode))
 
 
+def test_a_trace_tells_every_step() -> None:
+    runner = FakeRunner(vocab_size=64)
+    ask = Ask(1, 20, 40, 0, frozenset(), SamplingParams(temperature=0.0), "trace", -1)
+    (plain,) = serve(runner, [ask], speculate=False)
+    text = ask.prompt(64) + plain.token_ids
+
+    (answer,) = serve(runner, [ask], speculate=True, texts=[text], chance=random.Random(1))
+
+    assert answer.token_ids == plain.token_ids
+    trace = answer.stats.trace
+    assert sum(step.accepted + 1 for step in trace) == 39  # the first token comes with the prompt
+    assert sum(step.drafts for step in trace) == answer.stats.text_drafts > 0
+    assert all(0 <= step.accepted <= step.drafts <= step.available for step in trace)
+    assert all(step.batch == 1 and step.base_ms > 0 and step.predicted_ms > 0 for step in trace)
+    assert {step.drafts > 0 for step in trace if step.reason == "drafted"} == {True}
+
+
 @pytest.mark.parametrize("mode", ["1", "2", "4", "8", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_equal_to_the_target_is_always_right(
@@ -346,6 +363,8 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
         blocks = [block for answer in answers for block in answer.stats.blocks]
         assert all(block.accepted == block.drafted for block in blocks)
+        drafted = sum(block.drafted * block.steps for block in blocks)
+        assert sum(answer.stats.model_drafts for answer in answers) == drafted
         if mode != "auto":
             assert max(block.drafted for block in blocks) == int(mode)
     assert draft_model.leased_bytes == 0

@@ -1,0 +1,200 @@
+"""What benchmarks of speculation measure with: one model, one engine per policy, timed answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine_rig import LIMITS, NAMESPACE, Answer
+from benchmarks.speculation_tasks import Task
+from rakv_cluster.chunking.boundaries import CutTable
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostIdentity, CostTable, machine_name
+from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+from rakv_cluster.speculation.self_benchmark import seeded_costs
+from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
+from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.types import ReuseMode, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request served by one arm. ``decode_s`` is first to last token, ``total_s`` all of it."""
+
+    token_ids: tuple[int, ...]
+    decode_s: float
+    total_s: float
+    stats: RequestStats
+
+    @classmethod
+    def of(cls, answer: Answer) -> Run:
+        """What an answer that has ended says."""
+        stats = answer.events[-1].stats
+        if stats is None:
+            raise RuntimeError("the last event has no stats")
+        return cls(
+            tuple(token_id for event in answer.events for token_id in event.token_ids),
+            answer.times_s[-1] - answer.times_s[0],
+            answer.times_s[-1] - answer.asked_s,
+            stats,
+        )
+
+
+@dataclass(slots=True)
+class Policy:
+    """An engine with a speculator of its own; all policies share runner and store."""
+
+    speculator: Speculator
+    engine: Engine
+
+
+class SpeculationRig:
+    """One loaded model and the policies that are compared on it, one request at a time."""
+
+    def __init__(self, folder: Path, *, threads: int, cache_dir: Path) -> None:
+        torch.set_num_threads(threads)
+        self.loaded: LoadedModel = load_model(str(folder), threads=threads)
+        self._cache_dir = cache_dir
+        self._clock = SystemClock()
+        self._cuts = CutTable.from_tokenizer(self.loaded.tokenizer)
+        self._store = MemoryStore(1 << 30, self._clock)
+        self._policies: dict[str, Policy] = {}
+        self._names = 0
+
+    def costs(self) -> CostTable:
+        """As a replica gets them at load: measured the first time, then from the cache folder."""
+        card = self.loaded.card
+        identity = CostIdentity(machine_name(), card.digest.hex(), card.numeric_class)
+        return seeded_costs(
+            self.loaded.runner, identity, cache_dir=self._cache_dir, clock=self._clock
+        )
+
+    def policy(self, name: str, mode: GovernorMode = GovernorMode.BUCKET) -> Policy:
+        """The policy of that name, made when first asked for, as at a replica's start."""
+        if name not in self._policies:
+            settings = ControllerSettings(governor=GovernorSettings(mode))
+            speculator = Speculator(self.costs(), settings, self._clock)
+            engine = Engine(
+                self.loaded.runner,
+                self._store,
+                speculator,
+                cuts=self._cuts,
+                limits=LIMITS,
+                settings=EngineSettings(),
+                clock=self._clock,
+                numeric_class=self.loaded.card.numeric_class,
+            )
+            engine.start(calibrate=False)
+            self._policies[name] = Policy(speculator, engine)
+        return self._policies[name]
+
+    def forget(self, name: str) -> None:
+        """End a policy, if there is one; the next one of that name starts as after a load."""
+        policy = self._policies.pop(name, None)
+        if policy is not None:
+            policy.engine.stop()
+
+    def close(self) -> None:
+        """End all policies."""
+        for name in list(self._policies):
+            self.forget(name)
+
+    def serve(
+        self,
+        policy: Policy,
+        task: Task,
+        speculation: SpeculationMode,
+        *,
+        reuse: ReuseMode = ReuseMode.EXACT,
+        sampling: SamplingParams | None = None,
+    ) -> Run:
+        """One request to its end, and until the engine is idle again."""
+        self._names += 1
+        request = EngineRequest(
+            f"r{self._names}",
+            chunk_prompt(NAMESPACE, [task.ids], self._cuts, LIMITS),
+            task.max_tokens,
+            sampling or SamplingParams(temperature=0.0),
+            stop_token_ids=self.loaded.card.eos_token_ids,
+            reuse=reuse,
+            speculation=speculation,
+        )
+        answer = Answer()
+        policy.engine.submit(request, answer)
+        run = Run.of(answer.wait())
+        while policy.engine.stats().running:
+            threading.Event().wait(0.002)
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A policy and what its requests ask for; a ``fresh`` one starts anew for every request."""
+
+    name: str
+    speculation: SpeculationMode
+    policy: str
+    governor: GovernorMode = GovernorMode.BUCKET
+    fresh: bool = False
+
+
+@dataclass(slots=True)
+class Served:
+    """All runs of one task, by arm, one per round."""
+
+    task: Task
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def decode_s(self, arm: str) -> float:
+        """Median decode time over the rounds."""
+        times = sorted(run.decode_s for run in self.runs[arm])
+        return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+
+    def ratio(self, arm: str, base: str) -> float:
+        """``arm``'s decode time over ``base``'s."""
+        return self.decode_s(arm) / self.decode_s(base)
+
+
+def serve_all(
+    rig: SpeculationRig,
+    tasks: Sequence[Task],
+    arms: Sequence[Arm],
+    *,
+    rounds: int,
+    budget_s: float,
+    note: Callable[[str], None],
+) -> list[Served]:
+    """Every task by every arm, arms interleaved; each task starts with another arm.
+
+    A task's prompt is computed once before, and found in RAM by all arms. No task begins after
+    ``budget_s``, but the first.
+    """
+    found: list[Served] = []
+    began_s = time.perf_counter()
+    for index, task in enumerate(tasks):
+        if found and time.perf_counter() - began_s > budget_s:
+            note(f"out of time: {len(tasks) - index} of {len(tasks)} prompts left out")
+            break
+        served = Served(task, {arm.name: [] for arm in arms})
+        rig.serve(rig.policy("warm-up"), Task(task.category, task.name, task.ids, 1), "off")
+        for turn in range(rounds):
+            start = (index + turn) % len(arms)
+            for arm in (*arms[start:], *arms[:start]):
+                if arm.fresh:
+                    rig.forget(arm.policy)
+                policy = rig.policy(arm.policy, arm.governor)
+                served.runs[arm.name].append(rig.serve(policy, task, arm.speculation))
+        found.append(served)
+        note(f"{index + 1}/{len(tasks)} {task.category} {task.name}")
+    return found

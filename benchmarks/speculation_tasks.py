@@ -1,0 +1,120 @@
+"""Prompts for benchmarks of speculation: Spec-Bench, chat, and code to edit or to copy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.common import shared_data
+
+SPEC_BENCH = ("summarization", "rag", "qa", "translation", "math_reasoning")
+CODE = ("edit", "copy")
+CATEGORIES = (*SPEC_BENCH, "chat", *CODE)
+CODE_OUTPUT_TOKENS = 192
+"""Room for an answer of more than 128 tokens."""
+
+_CODE_TOKENS = range(140, 320)
+_PROMPT_TOKENS = 1_600
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt of one category, as token ids, and how long its answer may get."""
+
+    category: str
+    name: str
+    ids: tuple[int, ...]
+    max_tokens: int
+
+
+def load_tasks(
+    tokenizer: PreTrainedTokenizerFast,
+    per_category: int,
+    *,
+    output_tokens: int,
+    seed: int,
+    categories: Sequence[str] = CATEGORIES,
+) -> list[Task]:
+    """``per_category`` prompts of each category, drawn by ``seed``; categories alternate.
+
+    Raises ``ValueError`` if a category has too few.
+    """
+    chance = random.Random(seed)
+    texts = _spec_bench() | _code(tokenizer)
+    columns = []
+    for category in categories:
+        pool = list(texts[category])
+        chance.shuffle(pool)
+        column = []
+        for name, text in pool:
+            ids = _chat_ids(tokenizer, text)
+            if len(ids) <= _PROMPT_TOKENS:
+                limit = CODE_OUTPUT_TOKENS if category in CODE else output_tokens
+                column.append(Task(category, name, ids, limit))
+            if len(column) == per_category:
+                break
+        if len(column) < per_category:
+            raise ValueError(f"only {len(column)} prompts of category {category}")
+        columns.append(column)
+    return [column[index] for index in range(per_category) for column in columns]
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
+    encoded = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+    )
+    return tuple(encoded["input_ids"])
+
+
+def _spec_bench() -> dict[str, list[tuple[str, str]]]:
+    """First turns by category; what is not one of :data:`SPEC_BENCH` is chat."""
+    texts: dict[str, list[tuple[str, str]]] = {name: [] for name in (*SPEC_BENCH, "chat")}
+    path = shared_data() / "spec-bench" / "question_dev.jsonl"
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        category = row["category"] if row["category"] in texts else "chat"
+        texts[category].append((f"spec-bench {row['question_id']}", row["turns"][0]))
+    return texts
+
+
+def _code(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[tuple[str, str]]]:
+    """Functions of real projects, each with an edit to make or to be repeated as it is."""
+    edits, copies = [], []
+    for name, source in _functions():
+        if len(tokenizer(source, add_special_tokens=False)["input_ids"]) not in _CODE_TOKENS:
+            continue
+        old = name.rsplit(".", 1)[-1]
+        fence = f"```python\n{source}\n```"
+        edits.append(
+            (name, f"Rename `{old}` to `new_{old}` in this code. Output all of it.\n\n{fence}")
+        )
+        copies.append((name, f"Repeat this code exactly as it is, nothing else.\n\n{fence}"))
+    return {"edit": edits, "copy": copies}
+
+
+def _functions() -> Iterator[tuple[str, str]]:
+    """``(qualified name, source)`` of the top-level functions in the bug-localization files."""
+    seen: set[str] = set()
+    path = shared_data() / "bugloc-git" / "files_dev.jsonl"
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if not row["path"].endswith(".py"):
+                continue
+            try:
+                tree = ast.parse(row["text"])
+            except SyntaxError:
+                continue  # syntax of another Python version
+            for node in tree.body:
+                name = f"{row['path']}.{getattr(node, 'name', '')}"
+                if isinstance(node, ast.FunctionDef) and name not in seen:
+                    seen.add(name)
+                    yield name, ast.get_source_segment(row["text"], node) or ""

@@ -1,0 +1,99 @@
+"""``rakv speculation report``: what it prints, and one clear line where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rakv_cluster.cli.main import app
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.report import figures
+from rakv_cluster.speculation.speculator import Seat, Speculator
+from rakv_cluster.speculation.verification import judge_block
+from rakv_cluster.testing import ManualClock
+from rakv_cluster.testing.speculation import NO_RULE
+
+PHRASE = [11, 12, 13, 14, 15, 16, 17, 18] * 6
+
+
+def replica_figures() -> dict[str, float]:
+    """Of a real speculator that has served one request which repeats a phrase."""
+    table = CostTable(CostBuckets())
+    for rows in (1, 2, 3, 4, 8, 16):
+        table.observe(CostSample(rows, 256, 1, 20.0 + rows))
+    subject = Speculator(table, ControllerSettings(), ManualClock())
+    sequence = subject.begin("auto", np.array(PHRASE[:8]), NO_RULE, prefill_ms=500.0)
+    done = 8
+    while done < len(PHRASE):
+        left = len(PHRASE) - done
+        plan = subject.plan([Seat(sequence, np.array(PHRASE[:done]), left - 1)])
+        chosen = PHRASE[done : done + len(plan.drafts[0]) + 1]
+        verdict = judge_block(plan.drafts[0], chosen, tokens_left=left, stop_token_ids=frozenset())
+        subject.settle(plan, [verdict], forward_ms=21.0 + len(plan.drafts[0]))
+        done += verdict.emitted
+    subject.finish(sequence, np.array(PHRASE))
+    return figures(subject.report(context_tokens=128))
+
+
+class Service(BaseHTTPRequestHandler):
+    """Answers with a replica's figures to whoever brings the key."""
+
+    def do_GET(self) -> None:
+        allowed = self.headers["Authorization"] == "Bearer secret"
+        named = {f"speculation_{name}": value for name, value in replica_figures().items()}
+        good = {"shards_by_node": {}, "replica": {"engine_running": 0.0, **named}}
+        self.send_response(200 if allowed else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps(good if allowed else {"error": {"message": "no key"}}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def report(url: str, key: str) -> tuple[int, str]:
+    arguments = ["speculation", "report", "--url", url, "--api-key", key]
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.output
+
+
+def test_prints_costs_break_even_and_hindsight(url: str) -> None:
+    code, output = report(url, "secret")
+
+    assert code == 0
+    assert "plain step 21.0 ms" in output
+    fifteen = next(line.split() for line in output.splitlines() if line.split()[:1] == ["15"])
+    assert fifteen[1] == "1.71"
+    assert "acceptance by place in the block" in output
+    assert "of 1 requests" in output
+    assert "time against never drafting: -" in output
+
+
+def test_a_refusal_is_one_line(url: str) -> None:
+    code, output = report(url, "wrong")
+
+    assert code == 2
+    assert "no key" in output
+
+
+def test_no_service_is_one_line() -> None:
+    code, output = report("http://127.0.0.1:9", "")
+
+    assert code == 2
+    assert "no answer from http://127.0.0.1:9" in output
