@@ -1,7 +1,8 @@
 """Speculation on a real model: does adapting ever lose, and what does it gain?
 
     python -m benchmarks.speculation [--short] [--json F] [--check] [--seed N]
-        [--prompts N] [--rounds N] [--budget-s S] [--categories edit,...] [--threads 2] [--model smollm2]
+        [--prompts N] [--rounds N] [--budget-s S] [--categories edit,...] [--threads 2]
+        [--model smollm2]
 
 Arms K = 0, 1, 2, 4, 8, adaptive (default, strict, and as the first request after a load) serve
 every prompt in one run, interleaved. Times are from the first token to the last: the prompt's KV

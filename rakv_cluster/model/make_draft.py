@@ -123,6 +123,14 @@ def make_draft(
     return report
 
 
+def known_agreement(folder: Path, otherwise: float) -> float:
+    """What a draft model's report says; ``otherwise`` for a model that has none."""
+    try:
+        return float(json.loads((folder / REPORT_FILE).read_text())["agreement"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return otherwise
+
+
 def keep_layers(model: PreTrainedModel, every: int) -> tuple[int, ...]:
     """Drop all layers but every ``every``-th and the last; returns those kept.
 

@@ -29,7 +29,7 @@ from rakv_cluster.speculation.cost_model import (
     machine_name,
     save_costs,
 )
-from rakv_cluster.speculation.draft_model import DraftModel, check_vocabulary
+from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT, DraftModel, check_vocabulary
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.report import figures
 from rakv_cluster.speculation.self_benchmark import seeded_costs
@@ -53,8 +53,8 @@ class Replica:
     """A :class:`~rakv_cluster.serving.backend.Backend` in this process.
 
     ``newest_keys`` names the keys in RAM, used last first: what routers are told is here.
-    ``draft`` is a model that drafts for ``model``; raises :class:`ConfigError` if their
-    vocabularies differ.
+    ``draft`` is a model that drafts for ``model`` and is expected to agree with it in a share of
+    ``draft_agreement``; raises :class:`ConfigError` if their vocabularies differ.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class Replica:
         flight: SingleFlight = NO_FLIGHT,
         newest_keys: Callable[[int], Sequence[bytes]] = _no_keys,
         draft: LoadedModel | None = None,
+        draft_agreement: float = UNKNOWN_AGREEMENT,
     ) -> None:
         self._card = model.card
         self._store = store
         self._costs = _identity(model)
         self._costs_path = costs_path(settings.cache_path, self._costs)
-        self._speculator = _speculator(model, draft, settings, clock)
+        self._speculator = _speculator(model, draft, draft_agreement, settings, clock)
         self._engine = Engine(
             model.runner,
             store,
@@ -184,7 +185,11 @@ def _identity(model: LoadedModel) -> CostIdentity:
 
 
 def _speculator(
-    model: LoadedModel, draft: LoadedModel | None, settings: Settings, clock: Clock
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    agreement: float,
+    settings: Settings,
+    clock: Clock,
 ) -> Speculator:
     """With this machine's step costs, measured if they are not known yet (some seconds)."""
     table = seeded_costs(model.runner, _identity(model), cache_dir=settings.cache_path, clock=clock)
@@ -198,6 +203,7 @@ def _speculator(
         clock,
         kv_budget_bytes=int(settings.draft_kv_budget_bytes),
         vocab_size=model.runner.vocab_size,
+        agreement=agreement,
     )
     draft_model.calibrate()
     return Speculator(table, controller, clock, draft_model=draft_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from rakv_cluster.clock import SystemClock
@@ -12,11 +13,13 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.model.make_draft import known_agreement
 from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica
 from rakv_cluster.serving.stores import open_store
+from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT
 from rakv_cluster.store.memory import MemoryStore
 
 log = logging.getLogger("ray.serve")
@@ -40,6 +43,9 @@ class Worker:
             flight=opened.flight,
             newest_keys=memory.newest,
             draft=draft,
+            draft_agreement=known_agreement(
+                Path(resolve(settings.draft_model, settings.cache_path)), UNKNOWN_AGREEMENT
+            ),
         )
         log.info("replica ready: %s, %s", model.card.model_id, model.card.numeric_class)
 

@@ -59,9 +59,10 @@ class ControllerSettings:
     After ``baseline_interval`` drafting steps one plain step is taken, so that the cost of K=0,
     which everything is compared with, is never stale. A step's measured time is booked up to
     ``stall_factor`` times the predicted one: the rest is the machine's doing. Guessing is cheap
-    up to ``cheap_draft_share`` of a plain step. A draft model is asked for a draft after
-    ``probe_interval`` steps without one, if the governor allows: unlike free guesses, its drafts
-    teach nothing unless they are paid for.
+    up to ``cheap_draft_share`` of a plain step. A draft model that does not seem to
+    pay is asked all the same where that costs no more than ``probe_share`` of the plain time since
+    the last drafts, if the governor allows: unlike free guesses, its drafts teach nothing unless
+    they are paid for.
     """
 
     governor: GovernorSettings = field(default_factory=GovernorSettings)
@@ -70,7 +71,7 @@ class ControllerSettings:
     baseline_interval: int = 64
     stall_factor: float = 3.0
     cheap_draft_share: float = 0.001
-    probe_interval: int = 128
+    probe_share: float = 0.005
 
 
 @dataclass(slots=True)
@@ -341,8 +342,12 @@ def _probes(
     options: Sequence[Option],
 ) -> bool:
     """Whether it is time for a draft model's drafts that are not expected to pay."""
-    due = replica.unprobed_steps >= settings.probe_interval
-    return due and len(options) > 1 and options[1].allowed and any(c.by_model for c in candidates)
+    if len(options) < 2 or not options[1].allowed:
+        return False
+    catch_up_ms = sum(c.catch_up_ms for c in candidates if c.by_model)
+    cost_ms = options[1].ms - options[0].ms + catch_up_ms
+    affordable_ms = settings.probe_share * replica.unprobed_steps * options[0].ms
+    return any(c.by_model for c in candidates) and cost_ms <= affordable_ms
 
 
 def settle(

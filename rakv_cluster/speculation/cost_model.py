@@ -165,6 +165,8 @@ class CostTable:
         self._observed = 0
         self._bases: dict[Column, _Cell] = {}
         self._ratios: dict[Column, dict[int, _Cell]] = {}
+        self._seen_rows: set[int] = set()
+        """Row buckets of all ratios and bases: others need no search for a donor."""
         self._known: dict[tuple[Column, int], StepCosts] = {}
 
     @property
@@ -178,6 +180,7 @@ class CostTable:
             return
         self._known.clear()
         self._observed += 1
+        self._seen_rows.add(self.buckets.rows_edge(sample.rows))
         column = self.buckets.column(context_tokens=sample.context_tokens, batch=sample.batch)
         rows = self.buckets.rows_edge(sample.rows)
         if rows <= self._base_rows(column):
@@ -248,7 +251,7 @@ class CostTable:
         """Cost of ``rows`` over the column's base: measured, else as in the nearest column that
         has measured both; infinite if none has."""
         own = self._measured_ratio(column, rows)
-        if math.isfinite(own):
+        if math.isfinite(own) or rows not in self._seen_rows:
             return own
         base_rows = self._base_rows(column)
         donors = [
@@ -302,9 +305,11 @@ class CostTable:
         table._level = _positive(data["level"])
         for context, batch, value, samples in data["bases"]:
             table._bases[int(context), int(batch)] = _Cell(_positive(value), int(samples))
+            table._seen_rows.add(buckets.rows_edge(int(batch)))
         for context, batch, rows, value, samples in data["ratios"]:
             column = table._ratios.setdefault((int(context), int(batch)), {})
             column[int(rows)] = _Cell(_positive(value), int(samples))
+            table._seen_rows.add(int(rows))
         return table
 
 

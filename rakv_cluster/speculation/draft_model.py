@@ -30,6 +30,9 @@ from rakv_cluster.types import SamplingParams
 CATCH_UP_ROWS = 512
 """Most tokens of one forward while a sequence is brought up to date."""
 
+UNKNOWN_AGREEMENT = 0.4
+"""Expected of a draft model that nobody has measured."""
+
 _MS_GAIN = 0.1
 _CALIBRATION_TOKENS = 64
 
@@ -94,10 +97,18 @@ class DraftModel:
     """The draft model of a replica, with KV of its own. Used by the engine thread only."""
 
     def __init__(
-        self, runner: Runner, clock: Clock, *, kv_budget_bytes: int, vocab_size: int = 0
+        self,
+        runner: Runner,
+        clock: Clock,
+        *,
+        kv_budget_bytes: int,
+        vocab_size: int = 0,
+        agreement: float = UNKNOWN_AGREEMENT,
     ) -> None:
-        """``vocab_size`` is the target's, where padding makes it another than the runner's."""
+        """``vocab_size`` is the target's, where padding makes it another than the runner's;
+        ``agreement`` how often it is expected to say what the target says."""
         self._runner = runner
+        self.agreement = agreement
         self._vocab_size = vocab_size or runner.vocab_size
         self._clock = clock
         self._pool = BufferPool(runner.layout, budget_bytes=kv_budget_bytes, device=runner.device)

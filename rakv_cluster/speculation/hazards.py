@@ -60,6 +60,14 @@ class Hazards:
         self._tried[cell] = self._tried[cell] * self._decay + 1.0
         self._accepted[cell] = self._accepted[cell] * self._decay + accepted
 
+    def assume(self, match_tokens: int, rate: float, *, weight: float) -> None:
+        """Start guesses behind such a match from a known acceptance, worth ``weight`` trials."""
+        for last in LastOutcome:
+            for position in range(POSITIONS):
+                cell = context_of(match_tokens, last) * POSITIONS + position
+                self._tried[cell] = weight
+                self._accepted[cell] = weight * rate
+
     def by_position(self) -> tuple[float, ...]:
         """Acceptance at each position over all contexts, unshrunk; 0 where nothing was tried."""
         rates = []

@@ -39,6 +39,8 @@ from rakv_cluster.speculation.verification import Verdict
 
 log = logging.getLogger(__name__)
 
+_ASSUMED_TRIALS = 20.0
+
 SpeculationMode = Literal["auto", "off", "1", "2", "4", "8", "trace"]
 """What a request may ask for: the controller's choice, none, or the paper's fixed arms; "trace"
 is "auto" with every step's decision kept."""
@@ -112,6 +114,8 @@ class Speculator:
         self._clock = clock
         self._new_drafter = new_drafter
         self._draft_model = draft_model
+        if draft_model is not None:
+            self.replica.hazards.assume(0, draft_model.agreement, weight=_ASSUMED_TRIALS)
         self._tally = HindsightTally()
         self._steps_by_reason: Counter[str] = Counter()
         self._steps_by_drafts: Counter[int] = Counter()
