@@ -108,6 +108,16 @@ class Settings(BaseModel):
     price_loads: bool = Field(
         True, description="load stored KV only where that should be faster than computing it"
     )
+    single_flight_min_ms: float = Field(
+        1000.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="a prefix that takes this long to compute is computed by one replica only, "
+        "the others wait for it",
+    )
+    single_flight_wait_s: Seconds = Field(
+        30.0, description="longest wait for another replica, then a request computes it itself"
+    )
     chunk_min_tokens: Count = Field(64, description="a chunk is not cut before this length")
     chunk_max_tokens: Count = Field(256, description="a chunk is always cut at this length")
 

@@ -113,9 +113,11 @@ class ShardActor:
     # The directory partition and its leases.
 
     async def announce(self, message: Announcement) -> bool:
-        """See :meth:`DirectoryPartition.announce`. What exists needs no lease any more."""
-        self._leases.fulfilled(message.added)
-        return self._partition.announce(message)
+        """See :meth:`DirectoryPartition.announce`. What can be found needs no lease any more."""
+        accepted = self._partition.announce(message)
+        if accepted:
+            self._leases.fulfilled(message.added)
+        return accepted
 
     async def locate(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """See :meth:`DirectoryPartition.locate`."""

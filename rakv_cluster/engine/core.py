@@ -30,6 +30,7 @@ from rakv_cluster.engine.scheduler import (
     choose_victim,
     next_admission,
     plan_step,
+    take_seats,
 )
 from rakv_cluster.engine.sequence import Phase, Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
@@ -277,7 +278,7 @@ class EngineCore:
 
     def _admit(self) -> bool:
         admitted = False
-        while self._waiting and len(self._active) < self._settings.max_running:
+        while self._waiting and self._seats_taken() < self._settings.max_running:
             waiters = [
                 Waiter(each.arrival, each.request.tenant, each.preempted) for each in self._waiting
             ]
@@ -293,6 +294,10 @@ class EngineCore:
             self._prefixes.begin(sequence)
             admitted = True
         return admitted
+
+    def _seats_taken(self) -> int:
+        """Active requests but those that wait for another replica: they keep nobody out."""
+        return sum(not each.awaits_other_replica for each in self._active.values())
 
     def _lease_tokens(self, sequence: Sequence) -> int:
         """Known tokens and some room: output is usually far shorter than its limit."""
@@ -332,6 +337,7 @@ class EngineCore:
         ]
         victim = self._active[choose_victim(movable, needy.arrival)]
         self._keeper.keep_rest(victim, self._costs.view(self._clock.monotonic_s()))
+        self._prefixes.give_up_claims(victim, kept_tokens=victim.length)
         self._leave(victim)
         victim.phase = Phase.WAITING
         victim.preempted = True
@@ -360,9 +366,10 @@ class EngineCore:
         if not candidates:
             return ()
         costs = self._costs.view(self._clock.monotonic_s())
+        seated = take_seats(candidates, self._settings.max_running)
         self._lone_turn = not self._lone_turn
         return plan_step(
-            candidates, self._tenants.served, self._limits, costs, lone_turn=self._lone_turn
+            seated, self._tenants.served, self._limits, costs, lone_turn=self._lone_turn
         )
 
     def _run(self, step: DraftedStep) -> None:

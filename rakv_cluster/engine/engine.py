@@ -54,7 +54,9 @@ class Engine:
         self._settings = settings
         self._clock = clock
         self._loaders = ThreadWorkers(
-            "rakv-load", threads=settings.loader_threads, queue_limit=settings.max_running
+            "rakv-load",
+            threads=settings.loader_threads,
+            queue_limit=settings.max_running + settings.max_waiting,
         )
         self._savers = ThreadWorkers("rakv-save", threads=1, queue_limit=_SAVER_QUEUE)
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from rakv_cluster.kv.transfer import Transfer
 from rakv_cluster.reuse.assembly import Assembled, LoadJob
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs
-from rakv_cluster.reuse.flights import Departure, give_up
+from rakv_cluster.reuse.flights import RENEW_SHARE, Claimant, Departure, give_up
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkStore
@@ -115,6 +115,8 @@ class Prefixes:
             elif sequence.phase is Phase.AWAITING and waited_s >= self._settings.flight.poll_s:
                 self._load(sequence)
                 advanced = True
+            elif sequence.phase is Phase.RUNNING and now_s >= sequence.renew_at_s:
+                self._renew_claims(sequence, now_s)
         return advanced
 
     def next_deadline_s(self, sequence: Sequence) -> float:
@@ -159,10 +161,29 @@ class Prefixes:
         # A job that is done may not have been looked at yet.
         newest = sequence.job.departure.claimed if sequence.job is not None else ()
         lost = [chunk for chunk in newest or sequence.claimed if chunk.end > kept_tokens]
-        sequence.claimed = ()
+        sequence.claimed, sequence.renew_at_s = (), float("inf")
         if lost:
             holder = sequence.request.request_id
             self._loaders.submit(lambda: give_up(lost, self._flight, holder))
+
+    def _renew_claims(self, sequence: Sequence, now_s: float) -> None:
+        """Keep the leases on what is still to be computed and stored."""
+        unsaved = sequence.chunked.chunks[sequence.next_save :]
+        claimed = [
+            chunk for chunk in sequence.claimed if unsaved and chunk.start >= unsaved[0].start
+        ]
+        sequence.renew_at_s = now_s + RENEW_SHARE * sequence.lease_s if claimed else float("inf")
+        if claimed:
+            claimant, lease_s = self._claimant(sequence), sequence.lease_s
+            self._loaders.submit(lambda: claimant.renew(claimed, lease_s))
+
+    def _claimant(self, sequence: Sequence) -> Claimant:
+        return Claimant(
+            self._flight,
+            self._settings.flight,
+            sequence.request.request_id,
+            has_waited=sequence.flight_until_s >= 0,
+        )
 
     def _poll_join(self, sequence: Sequence, waited_s: float) -> bool:
         donor = sequence.donor
@@ -212,9 +233,7 @@ class Prefixes:
             share_across_classes=self._settings.share_across_classes,
             price_loads=self._settings.price_loads,
             have=sequence.length,
-            flight=self._flight,
-            flight_limits=self._settings.flight,
-            holder=sequence.request.request_id,
+            claimant=self._claimant(sequence),
             # What a blended sequence computes is not stored: it claims nothing and waits for none.
             prompt_tokens=0 if sequence.blends else sequence.prompt_tokens,
             settle=self._saver.settle,
@@ -278,11 +297,11 @@ class Prefixes:
 
     def _await_flight(self, sequence: Sequence, departure: Departure) -> None:
         """Look again later if another replica computes the rest and there is time left."""
-        if not departure.wait_s:
+        if not departure.waits:
             return
         now_s = self._clock.monotonic_s()
         if sequence.flight_until_s < 0:
-            sequence.flight_until_s = now_s + departure.wait_s
+            sequence.flight_until_s = now_s + self._settings.flight.longest_s
             self._counters.flights_awaited += 1
         if now_s >= sequence.flight_until_s:
             self._counters.flight_timeouts += 1
@@ -301,7 +320,9 @@ class Prefixes:
         sequence.phase = Phase.RUNNING
         sequence.load_ms += (now_s - sequence.waiting_since_s) * 1e3
         sequence.stored_keys |= state.stored_keys
-        sequence.claimed = departure.claimed or sequence.claimed
+        if departure.claimed:
+            sequence.claimed, sequence.lease_s = departure.claimed, departure.lease_s
+            sequence.renew_at_s = now_s + RENEW_SHARE * departure.lease_s
         if state.tokens < shared:
             sequence.restart_reuse()
             sequence.reuse_from(Tier.RAM, 0, state.tokens)

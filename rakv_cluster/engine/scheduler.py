@@ -8,6 +8,7 @@ Order of service:
   oldest prompt, so none starves, the rest to the tenant served least and, within it, to the
   shortest remainder, so a short prompt does not wait behind a long one;
 - a sequence that must compute alone (a replay) has every other step;
+- at most ``max_running`` sequences take part in a step; streams keep their places;
 - requests are admitted one by one, preempted ones first, then by tenant served least, then in
   order of arrival. The next in line is never overtaken: one that waits for memory gets it.
 """
@@ -60,6 +61,15 @@ class Waiter:
     arrival: int
     tenant: str
     preempted: bool
+
+
+def take_seats(candidates: Sequence[Candidate], seats: int) -> list[Candidate]:
+    """Who may take part in a step: streams before prompts, then the oldest.
+
+    There can be more than ``seats`` when requests come back that waited for another replica: they
+    kept nobody out meanwhile.
+    """
+    return sorted(candidates, key=lambda each: (not each.streaming, each.arrival))[:seats]
 
 
 def plan_step(

@@ -44,10 +44,12 @@ class Sequence:
 
     ``chunked`` covers ``ids`` up to a recent point; its chunks from index ``next_save`` on are not
     offered to the store yet, and those from ``prompt_chunks`` on hold generated tokens.
-    ``blocks`` counts decode steps by (drafts checked, drafts accepted). It may hold leases on the
-    chunks ``claimed``, and waits for those of others until ``flight_until_s`` (below 0: never had
-    to). The KV of the first ``one_by_one`` generated tokens is as lone one-token steps make it;
-    while ``replaying`` the rest becomes so.
+    ``blocks`` counts decode steps by (drafts checked, drafts accepted). The KV of the
+    first ``one_by_one`` generated tokens is as lone one-token steps make it; while ``replaying``
+    the rest becomes so.
+
+    It may hold leases of ``lease_s`` on the chunks ``claimed``, renewed at ``renew_at_s``, and
+    waits for those of others until ``flight_until_s`` (below 0: never had to).
     """
 
     request: EngineRequest
@@ -69,6 +71,8 @@ class Sequence:
     exact_until: int = _EVERYWHERE
     blended: Blended = field(default_factory=Blended)
     claimed: tuple[Chunk, ...] = ()
+    lease_s: float = 0.0
+    renew_at_s: float = float("inf")
     flight_until_s: float = -1.0
     waiting_since_s: float = 0.0
     next_save: int = 0
@@ -163,6 +167,13 @@ class Sequence:
             self.to_compute = blended.to_compute
             self.exact_until = blended.first
             self.buffer.length = int(blended.to_compute[0])
+
+    @property
+    def awaits_other_replica(self) -> bool:
+        """Whether another replica computes its prefix, or that of the one it has joined."""
+        if self.donor is not None:
+            return self.donor.awaits_other_replica
+        return self.phase is Phase.AWAITING
 
     @property
     def lease_limit(self) -> int:

@@ -17,7 +17,7 @@ from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.transfer import HOST_TRANSFER, Transfer
 from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.costs import CostView
-from rakv_cluster.reuse.flights import Departure, FlightLimits, cold_chunks, depart
+from rakv_cluster.reuse.flights import Claimant, Departure, cold_chunks
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
     ReusePlan,
@@ -26,8 +26,7 @@ from rakv_cluster.reuse.planner import (
     usable,
 )
 from rakv_cluster.store.base import ChunkStore, Found, Loaded, LoadItem
-from rakv_cluster.store.flight import SingleFlight
-from rakv_cluster.types import ChunkedPrompt, Tier
+from rakv_cluster.types import Chunk, ChunkedPrompt, Tier
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +195,8 @@ class LoadJob:
     ``blend`` fills slots behind the exact ones, from the position it is given on; what came of it
     is ``blended`` once the job is done.
 
-    What is not stored among the first ``prompt_tokens`` is claimed in ``holder``'s name;
-    ``departure`` says with what result once the job is done.
+    What is not stored among the first ``prompt_tokens`` is claimed by ``claimant``; ``departure``
+    says with what result once the job is done.
 
     The engine polls :attr:`done`, and may :meth:`abandon` the job: from then on the buffer given
     to it belongs to the loader thread, except for the slots below ``state.tokens``, which it will
@@ -215,9 +214,7 @@ class LoadJob:
     share_across_classes: bool
     price_loads: bool
     have: int
-    flight: SingleFlight
-    flight_limits: FlightLimits
-    holder: str
+    claimant: Claimant
     prompt_tokens: int
     settle: Callable[[Sequence[bytes]], None]
     wake: Callable[[], None]
@@ -258,21 +255,10 @@ class LoadJob:
             buffer = self.buffer
         if buffer is None:
             return
-        loads, stored = find_path(
-            self.prompt,
-            self.store,
-            have=self.have,
-            numeric_class=self.numeric_class,
-            share_across_classes=self.share_across_classes,
-            settle=self.settle,
-        )
-        plan = ReusePlan(loads, stored)
-        if self.price_loads:
-            plan = plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
-        if not self._report(Assembled(tokens=self.have, stored_keys=stored)):
+        plan = self._look()
+        if not self._report(Assembled(tokens=self.have, stored_keys=plan.stored_keys)):
             return
-        cold = cold_chunks(self.prompt, plan, have=self.have, prompt_tokens=self.prompt_tokens)
-        self.departure = depart(cold, self.costs, self.flight, self.flight_limits, self.holder)
+        plan, self.departure = self.claimant.depart(plan, self._look, self._cold, self.costs)
         state = load_plan(
             plan,
             self.store,
@@ -285,6 +271,23 @@ class LoadJob:
         )
         if self._report(state):
             self.blended = self.blend(buffer, state.tokens)
+
+    def _look(self) -> ReusePlan:
+        """What is stored now, and which of it to load."""
+        loads, stored = find_path(
+            self.prompt,
+            self.store,
+            have=self.have,
+            numeric_class=self.numeric_class,
+            share_across_classes=self.share_across_classes,
+            settle=self.settle,
+        )
+        if not self.price_loads:
+            return ReusePlan(loads, stored)
+        return plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
+
+    def _cold(self, plan: ReusePlan) -> tuple[Chunk, ...]:
+        return cold_chunks(self.prompt, plan, have=self.have, prompt_tokens=self.prompt_tokens)
 
     def _report(self, state: Assembled) -> bool:
         """Publish the state; False when nobody waits for it any more."""

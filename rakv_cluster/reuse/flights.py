@@ -1,14 +1,15 @@
 """When a request asks whether its cold prefix is being computed elsewhere, and what it does then.
 
-A request claims the first of its cold chunks, and the others only once it has that one. So who
-waits holds no lease: no two requests wait for each other, and none computes, chunk by chunk, what
-another one is about to.
+A request claims the first of its cold chunks, looks into the store once more, since a lease may be
+free because its record has just come, and claims the others only if the first is cold all the same.
+So who waits holds no lease: no two requests wait for each other, and none computes, chunk by chunk,
+what another one is about to.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rakv_cluster.errors import ConfigError
@@ -21,16 +22,18 @@ log = logging.getLogger(__name__)
 
 _COMPUTE_FACTOR = 2.0
 """A lease outlives the expected computing by this: other streams share the steps."""
+RENEW_SHARE = 0.5
+"""Who still computes renews a lease after this share of its life."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlightLimits:
     """Bounds of single flight.
 
-    A prefix that takes less than ``min_compute_ms`` to compute is not asked about. A lease lasts
-    twice as long as computing should, plus ``slack_s`` for storing. A request waits for two lives
-    of a lease, so that one holder may die, and never for more than ``longest_s``. It looks again
-    every ``poll_s``.
+    A prefix that takes less than ``min_compute_ms`` to compute is not asked about, unless the
+    request has waited for another part of it. A lease lasts twice as long as computing should, plus
+    ``slack_s`` for storing; it is renewed while its holder computes and ends by itself with it. No
+    request waits longer than ``longest_s`` altogether. It looks again every ``poll_s``.
     """
 
     min_compute_ms: float = 1000.0
@@ -54,12 +57,13 @@ class FlightLimits:
 class Departure:
     """What a request does about its cold prefix.
 
-    ``claimed`` are the chunks it is to compute (it may hold leases on them). ``wait_s`` above 0:
-    another request computes the first one now; look again soon, for so long at most.
+    ``claimed`` are the chunks it is to compute (it may hold leases of ``lease_s`` on them).
+    ``waits``: another request computes the first one now; look again soon.
     """
 
     claimed: tuple[Chunk, ...] = ()
-    wait_s: float = 0.0
+    lease_s: float = 0.0
+    waits: bool = False
 
 
 def cold_chunks(
@@ -74,25 +78,66 @@ def cold_chunks(
     )
 
 
-def depart(
-    cold: Sequence[Chunk], costs: CostView, flight: SingleFlight, limits: FlightLimits, holder: str
-) -> Departure:
-    """Claim cold chunks that are worth it. Never raises: without an answer they are computed."""
-    if not cold:
-        return Departure()
-    compute_ms = costs.prefill_ms(cold[0].start, cold[-1].end)
-    if compute_ms < limits.min_compute_ms:
-        return Departure()
-    lease_s = limits.lease_s(compute_ms)
-    keys = [chunk.prefix_key for chunk in cold]
-    try:
-        if flight.claim(keys[:1], holder, lease_s).theirs:
-            return Departure(wait_s=min(2 * lease_s, limits.longest_s))
-        if keys[1:]:
-            flight.claim(keys[1:], holder, lease_s)
-    except Exception:  # the boundary to any store: an error is a lease
-        log.warning("single flight failed in claim; computing", exc_info=True)
-    return Departure(claimed=tuple(cold))
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A request that is about to compute what it does not find.
+
+    ``holder`` names it to the owners of leases. ``has_waited``: it waited for another part of its
+    prefix before, and does so for the rest however little it is.
+    """
+
+    flight: SingleFlight
+    limits: FlightLimits
+    holder: str
+    has_waited: bool = False
+
+    def depart(
+        self,
+        plan: ReusePlan,
+        look: Callable[[], ReusePlan],
+        cold: Callable[[ReusePlan], tuple[Chunk, ...]],
+        costs: CostView,
+    ) -> tuple[ReusePlan, Departure]:
+        """Claim what of ``plan`` is ``cold``; the plan that holds after that, and what to do.
+
+        Between a look and a claim the holder's record may come, which ends its lease: what is
+        granted then is there. So each claim is followed by another look, and the claim counts if
+        that finds no more than the one before. Every round but the last finds a chunk more. Raises
+        what ``look`` raises; without an answer from the flight all is computed.
+        """
+        chunks = cold(plan)
+        for _ in chunks:
+            if not chunks:
+                return plan, Departure()
+            compute_ms = costs.prefill_ms(chunks[0].start, chunks[-1].end)
+            if compute_ms < self.limits.min_compute_ms and not self.has_waited:
+                return plan, Departure()
+            lease_s = self.limits.lease_s(compute_ms)
+            if not self._granted(chunks[:1], lease_s):
+                return plan, Departure(waits=True)
+            plan = look()
+            still_cold = cold(plan)
+            if still_cold[:1] == chunks[:1]:
+                self._granted(still_cold[1:], lease_s)
+                return plan, Departure(still_cold, lease_s)
+            give_up(chunks[:1], self.flight, self.holder)
+            chunks = still_cold
+        return plan, Departure(waits=bool(chunks))
+
+    def renew(self, chunks: Sequence[Chunk], lease_s: float) -> None:
+        """Keep the leases on ``chunks`` for as long again. Never raises."""
+        self._granted(chunks, lease_s)
+
+    def _granted(self, chunks: Sequence[Chunk], lease_s: float) -> bool:
+        """Whether nobody else computes any of ``chunks``, as far as one can know."""
+        if not chunks:
+            return True
+        try:
+            keys = [chunk.prefix_key for chunk in chunks]
+            return not self.flight.claim(keys, self.holder, lease_s).theirs
+        except Exception:  # the boundary to any store: an error is a lease
+            log.warning("single flight failed in claim; computing", exc_info=True)
+            return True
 
 
 def give_up(chunks: Sequence[Chunk], flight: SingleFlight, holder: str) -> None:

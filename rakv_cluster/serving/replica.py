@@ -19,6 +19,7 @@ from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import calibration_path, load_calibration
+from rakv_cluster.reuse.flights import FlightLimits
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
 from rakv_cluster.serving.routing_report import RoutingReporter
@@ -163,6 +164,9 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_waiting=settings.max_waiting,
         max_step_tokens=settings.step_token_budget,
         price_loads=settings.price_loads,
+        flight=FlightLimits(
+            min_compute_ms=settings.single_flight_min_ms, longest_s=settings.single_flight_wait_s
+        ),
     )
 
 

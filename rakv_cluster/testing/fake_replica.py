@@ -46,6 +46,7 @@ class FakeReplica:
         client = replace(settings.client, lookup_timeout_s=patience_s / 4)
         nodes = open_node_store(replace(settings, client=client), clock)
         self._name = name
+        self._asked = 0
         self._patience_s = patience_s
         self._cuts = no_cuts(64)
         patient = FlightLimits(min_compute_ms=0.0, slack_s=patience_s, longest_s=patience_s)
@@ -75,18 +76,21 @@ class FakeReplica:
 
     def ask(
         self, document: Sequence[int], questions: Sequence[Sequence[int]]
-    ) -> tuple[list[list[int]], int]:
-        """Ask all at once; the answers, and how many prompt tokens were computed for them."""
-        answers = []
-        for number, question in enumerate(questions):
+    ) -> list[tuple[list[int], int]]:
+        """Ask all at once; each answer, and how many tokens of the document it computed."""
+        asked = []
+        for question in questions:
             prompt = chunk_prompt(NAMESPACE, [document, question], self._cuts, LIMITS)
             answer = _Awaited()
-            self._engine.submit(EngineRequest(f"{self._name}-{number}", prompt, 4), answer)
-            answers.append(answer)
-        for answer in answers:
+            self._asked += 1
+            self._engine.submit(EngineRequest(f"{self._name}-{self._asked}", prompt, 4), answer)
+            asked.append(answer)
+        answers = []
+        for question, answer in zip(questions, asked, strict=True):
             answer.wait(self._patience_s)
-        computed = sum(answer.recording.stats.computed_tokens for answer in answers)
-        return [answer.recording.token_ids for answer in answers], computed
+            computed = answer.recording.stats.computed_tokens
+            answers.append((answer.recording.token_ids, max(computed - len(question), 0)))
+        return answers
 
 
 class _Awaited:
