@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,17 @@ from rakv_cluster.cluster.ray_transport import RayTransport
 from rakv_cluster.cluster.service import open_node_store, open_store_admin
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.config import Settings
+from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
+from rakv_cluster.store.folder import ShardFolder
 from rakv_cluster.store.lmdb_shard import ShardSettings
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.store.tiered import TieredStore
+
+_PREDECESSOR_S = 5.0
+_POLL_S = 0.1
 
 
 def cluster_store_settings(settings: Settings) -> ClusterStoreSettings:
@@ -30,14 +36,25 @@ def cluster_store_settings(settings: Settings) -> ClusterStoreSettings:
 
 
 def disk_problem(folder: Path) -> str:
-    """Why this machine cannot keep a shard in ``folder``; empty if it can. Creates the folder."""
+    """Why this machine cannot keep a shard in ``folder``; empty if it can. Creates the folder.
+
+    A writer that is just ending is waited for, some seconds.
+    """
+    shard = folder / "shard"
     try:
-        shard = folder / "shard"
         shard.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=shard):
-            return ""
+            pass
+        deadline_s = time.monotonic() + _PREDECESSOR_S
+        while problem := ShardFolder(shard).other_writer():
+            if time.monotonic() >= deadline_s:
+                return problem
+            time.sleep(_POLL_S)
     except OSError as error:
         return f"{error.filename or folder}: {error.strerror}"
+    except StoreUnavailable as error:
+        return error.message
+    return ""
 
 
 def damage_notices(figures: Mapping[str, float], folder: Path) -> tuple[str, ...]:

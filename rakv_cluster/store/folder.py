@@ -1,7 +1,7 @@
 """A shard's folder on disk: identity, writer lock, generations, quarantine.
 
     shard.json         identity (a UUID) and format version
-    writer.lock        flock held by the one writer
+    writer.lock        flock held by the one writer, whose pid it names
     OPEN               machine boot of the writer that did not close the shard yet
     CURRENT            name of the live generation, replaced atomically
     gen-000007/        an LMDB environment (data.mdb, lock.mdb)
@@ -29,6 +29,7 @@ from rakv_cluster.errors import CorruptRecord, StoreUnavailable, WriterFenced
 
 FOLDER_FORMAT = 1
 DATA_FILE = "data.mdb"
+_PID_BYTES = 32
 
 _CURRENT = "CURRENT"
 _OPEN = "OPEN"
@@ -84,6 +85,14 @@ class ShardFolder:
     def lock(self) -> WriterLock:
         """Become the folder's writer; raises ``WriterFenced`` while another one lives."""
         return WriterLock(self.path / "writer.lock")
+
+    def other_writer(self) -> str:
+        """Who writes to the folder now, in words; empty if nobody does."""
+        try:
+            self.lock().release()
+        except WriterFenced as error:
+            return error.message
+        return ""
 
     def mark_open(self) -> None:
         """Note that a writer of this boot has the shard open; raises ``StoreUnavailable``."""
@@ -164,8 +173,15 @@ class WriterLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder = os.pread(self._fd, _PID_BYTES, 0).decode(errors="replace").strip()
             os.close(self._fd)
-            raise WriterFenced(f"another process writes to {path.parent}") from error
+            raise WriterFenced(
+                f"another process writes to {path.parent}: pid {holder or 'unknown'}"
+            ) from error
+        # On a full disk the name is missing, which only a message lacks.
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let another writer in."""

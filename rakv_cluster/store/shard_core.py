@@ -48,7 +48,10 @@ _PIN_SHARE = 2  # pins may hold half of the budget
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """What became of a batch: keys stored anew, keys that left for them, records not taken."""
+    """What became of a batch: keys stored anew, keys that left, records not taken.
+
+    Keys leave to make room, or have since the last batch because they were too old.
+    """
 
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,6 +103,7 @@ class ShardWriter:
         self._touched: dict[bytes, None] = {}
         self._touch_lock = threading.Lock()
         self._dirty = False
+        self._expired: list[bytes] = []  # since the last commit, which tells of them
         self._synced_at_s = self._checked_at_s = clock.monotonic_s()
         self._thread = WorkerThread(
             f"shard-writer-{self.shard_id[:8]}", queue_limit=_QUEUE_LIMIT, on_idle=self._maintain
@@ -307,7 +308,9 @@ class ShardWriter:
         result = self._guard(lambda: self._core.commit(batch), CommitResult(refused=len(batch)))
         self._dirty = self._dirty or bool(result.stored)
         self._maintain()
-        return result
+        expired, self._expired = self._expired, []
+        gone = tuple(key for key in expired if key not in self._core.catalog)
+        return replace(result, evicted=result.evicted + gone)
 
     def _guard(self, work: Callable[[], T], otherwise: T) -> T:
         """Run a write; a damaged environment is replaced, a failing disk refuses."""
@@ -354,7 +357,7 @@ class ShardWriter:
 
     def _check(self) -> None:
         self._counters.add("stale_readers", self._core.generation.env.reader_check())
-        self._core.expire(self._settings.max_age_s)
+        self._expired += self._core.expire(self._settings.max_age_s)
 
     def _sync(self) -> None:
         self._take_touches()

@@ -8,6 +8,7 @@ import pytest
 
 from rakv_cluster.errors import StoreUnavailable, WriterFenced
 from rakv_cluster.kv.codec import encode
+from rakv_cluster.serving.stores import disk_problem
 from rakv_cluster.store.folder import DATA_FILE
 from rakv_cluster.store.lmdb_shard import (
     LmdbStore,
@@ -41,14 +42,22 @@ def open_filled(folder) -> ShardWriter:
 
 
 def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
-    with started(hold_writer, str(tmp_path)) as (_, pipe):
+    with started(hold_writer, str(tmp_path)) as (process, pipe):
         assert pipe.poll(WAIT_S)
-        with pytest.raises(WriterFenced, match="another process writes"):
+        with pytest.raises(WriterFenced, match=f"another process writes to .*: pid {process.pid}$"):
             ShardWriter(tmp_path, SETTINGS, ManualClock())
         store = open_store(tmp_path, SETTINGS, ManualClock())
 
         assert store.put([tiny_record(1)]) == 0
         assert store.stats().counters["store_unavailable"] == 1
+
+
+def test_a_service_says_at_its_start_who_else_writes_to_its_folder(tmp_path):
+    assert disk_problem(tmp_path) == ""
+    with started(hold_writer, str(tmp_path / "shard")) as (process, pipe):
+        assert pipe.poll(WAIT_S)
+        assert disk_problem(tmp_path).endswith(f"{tmp_path / 'shard'}: pid {process.pid}")
+    assert disk_problem(tmp_path) == ""
 
 
 def test_a_second_writer_in_the_same_process_is_refused_too(tmp_path):

@@ -15,7 +15,7 @@ from rakv_cluster.testing.shard_processes import (
     write_for_ever,
 )
 
-CRASHES = int(os.environ.get("RAKV_TEST_CRASHES", "10"))
+CRASHES = int(os.environ.get("RAKV_TEST_CRASHES", "50"))
 BUDGET = 3 << 20  # some 60 records: the writer evicts
 WAIT_S = 60.0
 

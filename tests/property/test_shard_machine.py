@@ -146,9 +146,10 @@ class ShardMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         """Every commit, an empty one too, looks for what is over."""
-        self.writer.commit([])
+        left = self.writer.commit([]).evicted
         now_s = self.clock.wall_s()
         old = [key for key, r in self.known.items() if now_s - r.created_s > MAX_AGE_S]
+        assert set(left) == set(old)
         self.forget(old)
         self.pins = {pin: end for pin, end in self.pins.items() if end > now_s}
 
