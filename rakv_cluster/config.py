@@ -108,6 +108,11 @@ class Settings(BaseModel):
     price_loads: bool = Field(
         True, description="load stored KV only where that should be faster than computing it"
     )
+    share_across_classes: bool = Field(
+        False,
+        description="use KV made by replicas whose kernels, threads or device round differently; "
+        "answers are then labelled numerically equivalent",
+    )
     single_flight_min_ms: float = Field(
         1000.0,
         ge=0,

@@ -199,7 +199,7 @@ class Prefixes:
         donor, buffer = sequence.donor, sequence.buffer
         if donor is None or donor.buffer is None or buffer is None:
             raise AssertionError("a joining sequence has a donor, and both have buffers")
-        tokens = min(sequence.donor_tokens, donor.length)
+        tokens = min(sequence.donor_tokens, donor.exact_length)
         sequence.donor = None
         if tokens:
             buffer.slots(0, tokens).copy_(donor.buffer.slots(0, tokens))
@@ -324,12 +324,17 @@ class Prefixes:
             sequence.claimed, sequence.lease_s = departure.claimed, departure.lease_s
             sequence.renew_at_s = now_s + RENEW_SHARE * departure.lease_s
         if state.tokens < shared:
+            other_class = sequence.exact_until, min(sequence.other_class_tokens, state.tokens)
             sequence.restart_reuse()
+            sequence.exact_until, sequence.other_class_tokens = other_class
             sequence.reuse_from(Tier.RAM, 0, state.tokens)
         position = min(shared, state.tokens)
-        for end, tier in state.sources:
-            sequence.reuse_from(tier, position, min(end, state.tokens))
-            position = max(position, min(end, state.tokens))
+        for source in state.sources:
+            end = min(source.end, state.tokens)
+            sequence.reuse_from(source.tier, position, end)
+            if source.numeric_class != self._numeric_class:
+                sequence.reuse_other_class(position, end)
+            position = max(position, end)
         self._counters.load_failures += state.failed
         for timing in state.timings:
             self._costs.observe_load(timing.tier, timing.stored_bytes, timing.ms, now_s)

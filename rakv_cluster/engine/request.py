@@ -67,9 +67,9 @@ class RequestStats:
     there are any or ``repaired_tokens``: those that were reusable that way and computed again (part
     of ``computed_tokens``). ``expected_kl`` is what the model's calibration expects of that, nats
     per token, -1 if unknown; ``blend_refusal`` says why nothing was blended though it was asked
-    for. Durations are on the engine's
-    clock: ``queue_ms`` until the first work, ``load_ms`` in the store, ``prefill_ms`` from the
-    first forward to the first token, ``decode_ms`` from there on.
+    for. ``other_class_tokens`` of the reused ones came from replicas that round differently.
+    Durations are on the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the
+    store, ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
     ``blocks`` are the steps behind the first token by drafts and acceptance; ``trace`` is each of
     them that could have drafted, where the request asked for it. ``text_drafts`` were found in the
     text so far, ``model_drafts`` made by a draft model.
@@ -79,6 +79,7 @@ class RequestStats:
     ram_tokens: int = 0
     disk_tokens: int = 0
     blended_tokens: int = 0
+    other_class_tokens: int = 0
     repaired_tokens: int = 0
     expected_kl: float = -1.0
     blend_refusal: str = ""

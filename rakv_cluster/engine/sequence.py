@@ -39,8 +39,9 @@ class Sequence:
     """State of one request. ``ids[:count]`` are prompt, forced and generated tokens.
 
     The KV of ``ids[:buffer.length]`` is there. ``to_compute`` are the positions to compute next
-    where they are not simply those that follow: a blended prompt has KV behind some of them, and
-    from position ``exact_until`` on all its KV is approximate.
+    where they are not simply those that follow: a blended prompt has KV behind some of them. From
+    position ``exact_until`` on KV is not what this replica would compute: approximate, or behind
+    ``other_class_tokens`` that replicas of another numeric class made.
 
     ``chunked`` covers ``ids`` up to a recent point; its chunks from index ``next_save`` on are not
     offered to the store yet, and those from ``prompt_chunks`` on hold generated tokens.
@@ -69,6 +70,7 @@ class Sequence:
     job: LoadJob | None = None
     to_compute: Positions = field(default_factory=no_positions)
     exact_until: int = _EVERYWHERE
+    other_class_tokens: int = 0
     blended: Blended = field(default_factory=Blended)
     claimed: tuple[Chunk, ...] = ()
     lease_s: float = 0.0
@@ -165,7 +167,7 @@ class Sequence:
         self.blended = blended
         if len(blended.to_compute) and self.buffer is not None:
             self.to_compute = blended.to_compute
-            self.exact_until = blended.first
+            self.exact_until = min(self.exact_until, blended.first)
             self.buffer.length = int(blended.to_compute[0])
 
     @property
@@ -207,12 +209,20 @@ class Sequence:
         if self.first_token_s < 0:
             self.reused.clear()
             self.blended = Blended()
+            self.other_class_tokens = 0
 
     def reuse_from(self, tier: Tier, start: int, stop: int) -> None:
         """Account prompt positions ``[start, stop)`` to ``tier``, unless the account is closed."""
         tokens = min(stop, self.prompt_tokens) - min(start, self.prompt_tokens)
         if tokens > 0 and self.first_token_s < 0:
             self.reused[tier] = self.reused.get(tier, 0) + tokens
+
+    def reuse_other_class(self, start: int, stop: int) -> None:
+        """Positions ``[start, stop)`` were computed by replicas of another numeric class."""
+        if stop > start:
+            self.exact_until = min(self.exact_until, start)
+            tokens = min(stop, self.prompt_tokens) - min(start, self.prompt_tokens)
+            self.other_class_tokens += tokens if self.first_token_s < 0 else 0
 
     @property
     def disk_tokens(self) -> int:
@@ -236,6 +246,7 @@ class Sequence:
             repaired_tokens=blended.repaired,
             expected_kl=blended.expected_kl,
             blend_refusal=blended.reason,
+            other_class_tokens=self.other_class_tokens,
             output_tokens=self.output_tokens,
             queue_ms=(queued_until - self.submitted_s) * 1e3,
             load_ms=self.load_ms,

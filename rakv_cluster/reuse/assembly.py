@@ -44,14 +44,23 @@ class LoadTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A load that filled slots below ``end``: from which tier, made by which numeric class."""
+
+    end: int
+    tier: Tier
+    numeric_class: str
+
+
+@dataclass(frozen=True, slots=True)
 class Assembled:
-    """Slots below ``tokens`` hold valid KV; ``sources`` lists (end position, tier) of each load.
+    """Slots below ``tokens`` hold valid KV; ``sources`` lists the loads, in order.
 
     ``failed`` counts items that the store found but did not deliver.
     """
 
     tokens: int
-    sources: tuple[tuple[int, Tier], ...] = ()
+    sources: tuple[Source, ...] = ()
     stored_keys: frozenset[bytes] = frozenset()
     timings: tuple[LoadTiming, ...] = ()
     failed: int = 0
@@ -142,7 +151,8 @@ def _advance(
     )
     return Assembled(
         tokens=tokens,
-        sources=state.sources + tuple((load.end, outcome.tier) for load, outcome in done),
+        sources=state.sources
+        + tuple(Source(load.end, outcome.tier, load.numeric_class) for load, outcome in done),
         stored_keys=state.stored_keys - {load.key for load in batch[good:]},
         timings=state.timings + timings,
         failed=len(batch) - good,
@@ -287,6 +297,8 @@ class LoadJob:
         return plan_reuse(self.prompt, loads, self.costs, have=self.have, stored_keys=stored)
 
     def _cold(self, plan: ReusePlan) -> tuple[Chunk, ...]:
+        if any(load.numeric_class != self.numeric_class for load in plan.loads):
+            return ()  # what is computed behind other rounding is not stored
         return cold_chunks(self.prompt, plan, have=self.have, prompt_tokens=self.prompt_tokens)
 
     def _report(self, state: Assembled) -> bool:

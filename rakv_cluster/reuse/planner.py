@@ -22,13 +22,14 @@ from rakv_cluster.types import ChunkedPrompt, Tier
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
     """Load the first ``len(token_ids)`` tokens of the record under ``key`` into slots from
-    ``start`` on."""
+    ``start`` on. Replicas of ``numeric_class`` made it."""
 
     key: bytes
     start: int
     token_ids: tuple[int, ...]
     tier: Tier
     stored_bytes: int
+    numeric_class: str = ""
 
     @property
     def end(self) -> int:
@@ -172,4 +173,6 @@ def _shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 
 
 def _load(key: bytes, start: int, token_ids: tuple[int, ...], record: Found) -> PlannedLoad:
-    return PlannedLoad(key, start, token_ids, record.tier, record.stored_bytes)
+    return PlannedLoad(
+        key, start, token_ids, record.tier, record.stored_bytes, record.numeric_class
+    )

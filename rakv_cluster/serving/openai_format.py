@@ -108,13 +108,20 @@ class Totals:
             "refusal": stats.blend_refusal,
         }
 
+    def label(self) -> str:
+        """How exact the first choice is: as the model's numerics, unless its prompt's KV is not."""
+        if self.stats.approximate:
+            return "approximate"
+        return "numerically equivalent" if self.stats.other_class_tokens else self.exactness
+
     def rakv(self, total_ms: float) -> dict[str, Any]:
         """Where the first choice's prompt came from, and where its time went (milliseconds)."""
         stats = self.stats
         return {
             "reuse": self.reuse.value,
-            "exactness": "approximate" if stats.approximate else self.exactness,
+            "exactness": self.label(),
             "tokens": self.sources(),
+            "other_numeric_class_tokens": stats.other_class_tokens,
             "blend": self.blend(),
             "documents": {
                 "order": self.placed.order,

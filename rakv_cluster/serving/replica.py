@@ -164,6 +164,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_waiting=settings.max_waiting,
         max_step_tokens=settings.step_token_budget,
         price_loads=settings.price_loads,
+        share_across_classes=settings.share_across_classes,
         flight=FlightLimits(
             min_compute_ms=settings.single_flight_min_ms, longest_s=settings.single_flight_wait_s
         ),

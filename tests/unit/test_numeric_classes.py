@@ -1,0 +1,112 @@
+"""KV that another numeric class made: used only where that is allowed, then labelled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rakv_cluster.engine.request import RequestStats
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.engine import EngineHarness
+from rakv_cluster.testing.fake_runner import FakeRunner
+from rakv_cluster.types import ReuseMode
+
+STRICT = EngineSettings(price_loads=False)
+SHARING = replace(STRICT, share_across_classes=True)
+DOCUMENT = [(index * 5 + 1) % 64 for index in range(40)]
+QUESTION = [3, 4, 5]
+
+
+class Site:
+    """Replicas of two numeric classes over one store."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(1 << 24, self.clock)
+        self.theirs, self.ours = (
+            EngineHarness(
+                FakeRunner(clock=self.clock),
+                self.store,
+                self.clock,
+                settings=settings,
+                numeric_class=name,
+            )
+            for name in ("theirs", "ours")
+        )
+
+    def classes(self) -> set[str]:
+        """Numeric classes of the document's records."""
+        keys = [chunk.prefix_key for chunk in self.ours.prompt(DOCUMENT, QUESTION).chunks]
+        return {found.numeric_class for found in self.store.find(keys).values()}
+
+
+def ask(engine: EngineHarness, *segments: list[int]) -> tuple[list[int], RequestStats]:
+    answer = engine.ask(engine.prompt(*segments), 5)
+    engine.run(answer)
+    return answer.token_ids, answer.stats
+
+
+def test_they_are_no_hit_by_default() -> None:
+    site = Site(STRICT)
+    ask(site.theirs, DOCUMENT, QUESTION)
+    assert site.classes() == {"theirs"}
+
+    text, stats = ask(site.ours, DOCUMENT, QUESTION)
+
+    assert text == FakeRunner().generate([*DOCUMENT, *QUESTION], 5)
+    assert (stats.cached_tokens, stats.other_class_tokens) == (0, 0)
+    assert site.classes() == {"ours"}
+
+
+def test_where_they_may_be_used_they_are_counted_and_nothing_behind_them_is_stored() -> None:
+    site = Site(SHARING)
+    ask(site.theirs, DOCUMENT, QUESTION)
+    held = site.store.stats().records
+
+    text, stats = ask(site.ours, DOCUMENT, [9] * 12)
+
+    assert text == FakeRunner().generate([*DOCUMENT, *[9] * 12], 5)
+    assert stats.other_class_tokens == stats.cached_tokens == len(DOCUMENT)
+    assert site.classes() == {"theirs"}
+    assert site.store.stats().records == held
+
+
+def test_who_joins_a_request_that_uses_them_has_them_from_the_store_as_well() -> None:
+    site = Site(SHARING)
+    ask(site.theirs, DOCUMENT, QUESTION)
+
+    answers = [site.ours.ask(site.ours.prompt(DOCUMENT, [n] * 9), 5) for n in (1, 2)]
+    site.ours.run(*answers)
+
+    assert [a.stats.other_class_tokens for a in answers] == [len(DOCUMENT)] * 2
+    assert site.classes() == {"theirs"}
+
+
+def test_own_kv_is_no_other_class_where_sharing_is_allowed() -> None:
+    site = Site(SHARING)
+    ask(site.ours, DOCUMENT, QUESTION)
+
+    _, stats = ask(site.ours, DOCUMENT, [9])
+
+    assert (stats.cached_tokens, stats.other_class_tokens) == (len(DOCUMENT), 0)
+
+
+@pytest.mark.parametrize(
+    ("stats", "label"),
+    [
+        (RequestStats(), "bitwise"),
+        (RequestStats(other_class_tokens=1), "numerically equivalent"),
+        (RequestStats(other_class_tokens=1, blended_tokens=1), "approximate"),
+    ],
+)
+def test_a_response_says_how_exact_it_is(stats: RequestStats, label: str) -> None:
+    totals = Totals(9, ReuseMode.EXACT, 0.0, "bitwise", stats=stats)
+
+    body = totals.rakv(total_ms=1.0)
+
+    assert body["exactness"] == label
+    assert body["other_numeric_class_tokens"] == stats.other_class_tokens
