@@ -6,6 +6,7 @@ on the default model; chunks are small so that every border case fits a short pr
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ LIMITS = ChunkLimits(min_tokens=16, max_tokens=32)
 CHUNK = LIMITS.max_tokens
 WAIT_S = 120.0
 GREEDY = SamplingParams()
+MIXES = int(os.environ.get("RAKV_MIXES", "20"))
+"""Random mixes per tiny model, and a tenth of it on the real one: `make mixes` runs 200 and 20."""
 TEXT = (
     "The lighthouse keeper wrote down every ship that passed. In the spring of 1907 there were "
     "forty-one of them, most carrying timber and wool; two never reached the harbour. He kept a "
@@ -113,7 +116,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = tuple(loaded.tokenizer(TEXT).input_ids)
         cuts = CutTable.from_tokenizer(loaded.tokenizer)
-        return Subject(loaded.runner, stock, cuts, ids, mixes=2)
+        return Subject(loaded.runner, stock, cuts, ids, mixes=max(MIXES // 10, 1))
     build = tiny_llama if request.param == "llama" else tiny_gemma3
     model = build(seed=3)
     runner = TransformersRunner(model, observe_layout(build(seed=3)), context_tokens=2048)
@@ -121,7 +124,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     ids = tuple(rng.randrange(3, runner.vocab_size) for _ in range(400))
     newline = torch.zeros(runner.vocab_size, dtype=torch.uint8)
     newline[40:50] = 2
-    return Subject(runner, build(seed=3), CutTable(newline.numpy()), ids, mixes=8)
+    return Subject(runner, build(seed=3), CutTable(newline.numpy()), ids, mixes=MIXES)
 
 
 @dataclass
