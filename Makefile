@@ -44,7 +44,7 @@ test-gpu: $(STAMP) ## the tests that need a GPU; skipped where there is none
 	$(BIN)/pytest -m gpu
 
 mixes: model     ## 200 random mixes of requests on tiny models, 20 on the real one (half an hour)
-	RAKV_MIXES=200 $(BIN)/pytest tests/equivalence/test_engine_exactness.py -k mixes
+	MIXES=200 $(BIN)/pytest tests/equivalence/test_engine_exactness.py -k mixes
 
 clean:           ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

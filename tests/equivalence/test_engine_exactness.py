@@ -47,7 +47,7 @@ LIMITS = ChunkLimits(min_tokens=16, max_tokens=32)
 CHUNK = LIMITS.max_tokens
 WAIT_S = 120.0
 GREEDY = SamplingParams()
-MIXES = int(os.environ.get("RAKV_MIXES", "20"))
+MIXES = int(os.environ.get("MIXES", "20"))
 """Random mixes per tiny model, and a tenth of it on the real one: `make mixes` runs 200 and 20."""
 TEXT = (
     "The lighthouse keeper wrote down every ship that passed. In the spring of 1907 there were "
