@@ -62,7 +62,19 @@ class Settings(BaseModel):
     threads: int = Field(
         0, ge=0, description="CPU threads per replica; 0: all cores, shared by the replicas"
     )
-    replicas: Count = Field(1, description="copies of the model")
+    replicas: Count = Field(1, description="copies of the model; with max_replicas, the fewest")
+    max_replicas: int = Field(
+        0, ge=0, description="most copies, started and stopped as the backlog asks; 0: no scaling"
+    )
+    target_backlog_ms: Seconds = Field(
+        2000.0, description="backlog per replica that scaling aims at, in ms of work"
+    )
+    scale_up_delay_s: float = Field(
+        10.0, ge=0, allow_inf_nan=False, description="how long more replicas must be wanted first"
+    )
+    scale_down_delay_s: float = Field(
+        300.0, ge=0, allow_inf_nan=False, description="how long fewer replicas must do first"
+    )
     fused: Literal["auto", "on", "off"] = Field(
         "auto", description="our own decoder for Llama-type models; auto: where it passes its check"
     )
@@ -172,6 +184,8 @@ class Settings(BaseModel):
     def _consistent(self) -> Settings:
         if self.chunk_min_tokens > self.chunk_max_tokens:
             raise ValueError("chunk_min_tokens is larger than chunk_max_tokens")
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError("max_replicas is smaller than replicas")
         if self.api_keys_file != Path() and self.api_keys.get_secret_value():
             raise ValueError("api_keys and api_keys_file are both set; choose one")
         for host in (self.host, self.grpc_host):
@@ -200,8 +214,9 @@ class Settings(BaseModel):
 
     @property
     def threads_per_replica(self) -> int:
-        """``threads``, or this machine's cores shared evenly between the replicas."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
+        """``threads``, or this machine's cores shared evenly between all replicas there may be."""
+        most = max(self.replicas, self.max_replicas)
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // most)
 
 
 def is_loopback(host: str) -> bool:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rakv_cluster.config import Settings
 from rakv_cluster.errors import ConfigError
@@ -17,7 +18,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    HTTPOptions,
+    RequestRouterConfig,
+)
 
 from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
 from rakv_cluster.serving.ingress import Ingress
@@ -29,6 +35,9 @@ _INGRESS_REQUESTS = 1024
 _SPARE_REQUESTS = 16
 _FIGURES_TIMEOUT_S = 10.0
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+_SCALING = "rakv_cluster.routing.autoscaling:BacklogPolicy"
+_SCALING_PERIOD_S = 1.0
+_SCALING_WINDOW_S = 3.0
 _ROUTER = "rakv_cluster.routing.request_router:ExpectedTimeRouter"
 
 
@@ -55,7 +64,7 @@ def build(settings: Settings) -> serve.Application:
     worker = serve.deployment(
         Worker,
         name="Worker",
-        num_replicas=settings.replicas,
+        **_scaling(settings),
         # The engine owns the only long queue and answers 429 itself: Serve lets a little more in.
         max_ongoing_requests=open_requests + _SPARE_REQUESTS,
         max_queued_requests=open_requests,
@@ -78,6 +87,26 @@ def build(settings: Settings) -> serve.Application:
         graceful_shutdown_timeout_s=5,
     )
     return ingress.bind(settings, worker.bind(settings))
+
+
+def _scaling(settings: Settings) -> dict[str, Any]:
+    """A fixed number of replicas, or bounds and the policy that moves between them."""
+    if settings.max_replicas <= settings.replicas:
+        return {"num_replicas": settings.replicas}
+    policy = AutoscalingPolicy(
+        policy_function=_SCALING,
+        policy_kwargs={"target_backlog_ms": settings.target_backlog_ms},
+    )
+    config = AutoscalingConfig(
+        min_replicas=settings.replicas,
+        max_replicas=settings.max_replicas,
+        policy=policy,
+        metrics_interval_s=_SCALING_PERIOD_S,
+        look_back_period_s=_SCALING_WINDOW_S,
+        upscale_delay_s=settings.scale_up_delay_s,
+        downscale_delay_s=settings.scale_down_delay_s,
+    )
+    return {"autoscaling_config": config}
 
 
 @contextmanager

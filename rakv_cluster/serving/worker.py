@@ -15,6 +15,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.make_draft import known_agreement
 from rakv_cluster.model.selection import KernelOptions
+from rakv_cluster.routing.autoscaling import BACKLOG_MS, OCCUPANCY
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica
@@ -73,6 +74,11 @@ class Worker:
     def record_routing_stats(self) -> dict[str, Any]:
         """Serve asks once a second and passes it on to the routers."""
         return encode_report(self._replica.routing_report(), self._clock.wall_s())
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks before it asks how many replicas there should be."""
+        report = self._replica.routing_report()
+        return {BACKLOG_MS: report.backlog_ms, OCCUPANCY: report.open_requests / report.slots}
 
     async def stats(self) -> dict[str, float]:
         """See :meth:`Replica.stats`."""
