@@ -66,9 +66,9 @@ class SpeculationRig:
         torch.set_num_threads(threads)
         self.loaded: LoadedModel = load_model(str(folder), threads=threads)
         self._cache_dir = cache_dir
-        self._clock = SystemClock()
+        self.clock = SystemClock()
         self._cuts = CutTable.from_tokenizer(self.loaded.tokenizer)
-        self._store = MemoryStore(1 << 30, self._clock)
+        self._store = MemoryStore(1 << 30, self.clock)
         self._policies: dict[str, Policy] = {}
         self._names = 0
 
@@ -77,26 +77,30 @@ class SpeculationRig:
         card = self.loaded.card
         identity = CostIdentity(machine_name(), card.digest.hex(), card.numeric_class)
         return seeded_costs(
-            self.loaded.runner, identity, cache_dir=self._cache_dir, clock=self._clock
+            self.loaded.runner, identity, cache_dir=self._cache_dir, clock=self.clock
         )
 
     def policy(self, name: str, mode: GovernorMode = GovernorMode.BUCKET) -> Policy:
         """The policy of that name, made when first asked for, as at a replica's start."""
         if name not in self._policies:
             settings = ControllerSettings(governor=GovernorSettings(mode))
-            speculator = Speculator(self.costs(), settings, self._clock)
-            engine = Engine(
-                self.loaded.runner,
-                self._store,
-                speculator,
-                cuts=self._cuts,
-                limits=LIMITS,
-                settings=EngineSettings(),
-                clock=self._clock,
-                numeric_class=self.loaded.card.numeric_class,
-            )
-            engine.start(calibrate=False)
-            self._policies[name] = Policy(speculator, engine)
+            self.start(name, Speculator(self.costs(), settings, self.clock))
+        return self._policies[name]
+
+    def start(self, name: str, speculator: Speculator) -> Policy:
+        """A policy of that name with this speculator."""
+        engine = Engine(
+            self.loaded.runner,
+            self._store,
+            speculator,
+            cuts=self._cuts,
+            limits=LIMITS,
+            settings=EngineSettings(),
+            clock=self.clock,
+            numeric_class=self.loaded.card.numeric_class,
+        )
+        engine.start(calibrate=False)
+        self._policies[name] = Policy(speculator, engine)
         return self._policies[name]
 
     def forget(self, name: str) -> None:

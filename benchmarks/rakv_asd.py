@@ -1,0 +1,354 @@
+"""Adaptive speculation with draft models: does it ever lose, what does it gain, is it right?
+
+    python -m benchmarks.rakv_asd [--runs N] [--short] [--json F] [--check] [--seed N]
+        [--pairs smollm2:6,smollm2:2] [--distill MINUTES] [--texts DIR] [--threads 2]
+
+The paper's comparison. A pair ``MODEL:N`` is a model and the draft model made of its every N-th
+layer (made once, into the cache folder). One *block* serves one prompt by all policies, in
+another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts of the draft model on every
+step, and adaptive. Prompts and outputs of several lengths; times are of whole requests.
+
+``--runs`` counts requests, all policies together. Each block is appended to ``F.blocks.jsonl``
+when it is done, so that a run which was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import Options, Requirement, finish, parse_options, table
+from benchmarks.paired import bootstrap, mean
+from benchmarks.speculation_arms import Policy, Run, SpeculationRig
+from benchmarks.speculation_tasks import Task, load_tasks
+from rakv_cluster.config import load_settings
+from rakv_cluster.model.fetch import resolve
+from rakv_cluster.model.loader import load_model
+from rakv_cluster.model.make_draft import Distillation, known_agreement, make_draft
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import StepCosts
+from rakv_cluster.speculation.draft_model import (
+    UNKNOWN_AGREEMENT,
+    DraftModel,
+    check_vocabulary,
+)
+from rakv_cluster.speculation.drafters import NullDrafter
+from rakv_cluster.speculation.report import break_even
+from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
+from rakv_cluster.types import ReuseMode
+
+NO_CACHE, REUSE, ADAPTIVE = "no cache", "reuse K=0", "adaptive"
+FIXED = (1, 2, 4, 8)
+POLICIES = (NO_CACHE, REUSE, *(f"K={drafts}" for drafts in FIXED), ADAPTIVE)
+PROMPT_TOKENS = (64, 256, 768)
+OUTPUT_TOKENS = (32, 96)
+LARGEST_LOSS = 0.02
+_DRAFT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its draft model; ``distilled`` by some minutes of training, or not."""
+
+    model: str
+    every: int
+    distilled: float
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{self.model}:{self.every}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One prompt served by every policy. ``drafts`` of the adaptive arm's steps, by number."""
+
+    pair: str
+    prompt_tokens: int
+    output_limit: int
+    index: int
+    total_ms: dict[str, float]
+    output_tokens: int
+    equal: bool
+    accepted_share: dict[str, float]
+    adaptive_drafting_share: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, return the exit status."""
+    options, names = parse_options(__doc__ or "", argv, extra=_extra())
+    pairs = [_pair(text, names.distill) for text in names.pairs.split(",")]
+    runs = names.runs or (4 * len(POLICIES) if options.short else 3600)
+    per_pair = max(runs // len(POLICIES) // len(pairs), 1)
+    journal = Journal(options.json_path)
+    results: dict[str, Any] = {}
+    requirements: list[Requirement] = []
+    for index, pair in enumerate(pairs):
+        bench = PairBench(pair, names, options)
+        left = (len(pairs) - index) * per_pair - journal.count(pair)
+        blocks = bench.measure(journal, per_pair, left)
+        results[pair.name] = summary = bench.summary(blocks, options)
+        bench.close()
+        requirements += _requirements(pair, summary)
+    return finish(options, results, requirements)
+
+
+class Journal:
+    """Blocks that are done, one a line; without a report's path, in memory only."""
+
+    def __init__(self, json_path: Path | None) -> None:
+        self._path = None if json_path is None else Path(f"{json_path}.blocks.jsonl")
+        self._blocks: list[Block] = []
+        if self._path is not None and self._path.exists():
+            lines = self._path.read_text().splitlines()
+            self._blocks = [Block(**json.loads(line)) for line in lines if line.endswith("}")]
+
+    def add(self, block: Block) -> None:
+        """Keep a block; on disk before this returns."""
+        self._blocks.append(block)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(block)) + "\n")
+
+    def of(self, pair: Pair) -> list[Block]:
+        """A pair's blocks so far."""
+        return [block for block in self._blocks if block.pair == pair.name]
+
+    def count(self, pair: Pair) -> int:
+        """How many there are."""
+        return len(self.of(pair))
+
+
+class PairBench:
+    """One pair's models and engines."""
+
+    def __init__(self, pair: Pair, names: argparse.Namespace, options: Options) -> None:
+        cache_dir = load_settings().cache_path
+        source = resolve(pair.model, cache_dir)
+        folder = _draft_folder(pair, source, cache_dir, names.texts)
+        self.pair = pair
+        self._rig = SpeculationRig(Path(source), threads=names.threads, cache_dir=cache_dir)
+        draft = load_model(str(folder), threads=names.threads)
+        check_vocabulary(self._rig.loaded.tokenizer, draft.tokenizer)
+        self._agreement = known_agreement(folder, UNKNOWN_AGREEMENT)
+
+        def drafting() -> DraftModel:
+            made = DraftModel(
+                draft.runner,
+                self._rig.clock,
+                kv_budget_bytes=_DRAFT_KV_BYTES,
+                vocab_size=self._rig.loaded.runner.vocab_size,
+                agreement=self._agreement,
+            )
+            made.calibrate()
+            return made
+
+        self._draft_model = drafting()
+        self._forced = self._policy("forced", self._draft_model)
+        self._adaptive = self._policy("adaptive", drafting())
+        self._tasks = load_tasks(
+            self._rig.loaded.tokenizer, 30, output_tokens=max(OUTPUT_TOKENS), seed=options.seed,
+            categories=("summarization", "rag", "qa", "math_reasoning", "chat"),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the engines."""
+        self._rig.close()
+
+    def _policy(self, name: str, draft_model: DraftModel) -> Policy:
+        speculator = Speculator(
+            self._rig.costs(), ControllerSettings(), self._rig.clock, NullDrafter, draft_model
+        )
+        return self._rig.start(name, speculator)
+
+    def measure(self, journal: Journal, blocks: int, left: int) -> list[Block]:
+        """Blocks up to ``blocks``; says once how long all that are ``left`` will take."""
+        began_s, first = time.perf_counter(), journal.count(self.pair)
+        for index in range(first, blocks):
+            journal.add(self._block(index))
+            done = index + 1 - first
+            if done in (1, 4) or done % 50 == 0:
+                hours = (time.perf_counter() - began_s) / done * (left - done) / 3600
+                print(f"... {self.pair.name}: block {index + 1}, {hours:.2f} h to go", flush=True)
+        return journal.of(self.pair)
+
+    def _block(self, index: int) -> Block:
+        """The ``index``-th prompt by every policy; each block starts with another one."""
+        size = PROMPT_TOKENS[index % len(PROMPT_TOKENS)]
+        limit = OUTPUT_TOKENS[index // len(PROMPT_TOKENS) % len(OUTPUT_TOKENS)]
+        ids = self._prompt(index, size)
+        task = Task("asd", f"{self.pair.name} {index}", ids, limit)
+        self._rig.serve(self._forced, Task("asd", "warm-up", ids, 1), "off")
+        start = index % len(POLICIES)
+        runs: dict[str, Run] = {}
+        for policy in (*POLICIES[start:], *POLICIES[:start]):
+            reuse = ReuseMode.OFF if policy == NO_CACHE else ReuseMode.EXACT
+            engine = self._adaptive if policy == ADAPTIVE else self._forced
+            runs[policy] = self._rig.serve(engine, task, _mode(policy), reuse=reuse)
+        adaptive = runs[ADAPTIVE].stats.steps_by_drafts
+        drafting = sum(steps for drafts, steps in adaptive.items() if drafts)
+        return Block(
+            pair=self.pair.name,
+            prompt_tokens=size,
+            output_limit=limit,
+            index=index,
+            total_ms={policy: run.total_s * 1e3 for policy, run in runs.items()},
+            output_tokens=len(runs[REUSE].token_ids),
+            equal=len({run.token_ids for run in runs.values()}) == 1,
+            accepted_share={policy: _accepted(run) for policy, run in runs.items()},
+            adaptive_drafting_share=drafting / max(sum(adaptive.values()), 1),
+        )
+
+    def _prompt(self, index: int, size: int) -> tuple[int, ...]:
+        """``size`` tokens that end as a prompt of the data does; filled from others before it."""
+        ids: tuple[int, ...] = ()
+        while len(ids) < size:
+            ids = self._tasks[index % len(self._tasks)].ids + ids
+            index += 1
+        return ids[-size:]
+
+    def summary(self, blocks: Sequence[Block], options: Options) -> dict[str, Any]:
+        """Tables and figures of one pair."""
+        totals = {policy: _mean_ms(blocks, policy) for policy in POLICIES}
+        others = [policy for policy in POLICIES if policy != ADAPTIVE]
+        best = min(others, key=totals.__getitem__)
+        against = {
+            policy: bootstrap(
+                [b.total_ms[ADAPTIVE] / b.total_ms[policy] - 1 for b in blocks],
+                mean,
+                seed=options.seed,
+            )
+            for policy in others
+        }
+        lines = [
+            (policy, totals[policy], totals[policy] / totals[REUSE], _share(blocks, policy))
+            for policy in POLICIES
+        ]
+        print(f"{self.pair.name}: {len(blocks)} blocks")
+        print(table(lines, ("policy", "ms", "/ reuse K=0", "accepted")))
+        found = {
+            "blocks": len(blocks),
+            "mean total ms": totals,
+            "best other policy": best,
+            "adaptive against others": {name: asdict(each) for name, each in against.items()},
+            "latency reduction against K=4": 1 - totals[ADAPTIVE] / totals["K=4"],
+            "latency reduction against reuse K=0": 1 - totals[ADAPTIVE] / totals[REUSE],
+            "throughput gain over K=4": totals["K=4"] / totals[ADAPTIVE] - 1,
+            "throughput gain over reuse K=0": totals[REUSE] / totals[ADAPTIVE] - 1,
+            "break-even acceptance": self._break_even(),
+            "decision accuracy": _decision_accuracy(blocks),
+            "outputs equal": statistics.mean(block.equal for block in blocks),
+            "expected agreement": self._agreement,
+        }
+        for name, value in found.items():
+            if isinstance(value, float):
+                print(f"  {name}: {value:.4f}")
+        shown = {name: f"{each.value:+.4f} [{each.low:+.4f}, {each.high:+.4f}]"
+                 for name, each in against.items()}  # fmt: skip
+        print(f"  adaptive against others, 95% CI: {shown}")
+        print(f"  break-even acceptance: {found['break-even acceptance']}")
+        return found
+
+    def _break_even(self) -> dict[str, float]:
+        """Constant acceptance at which K drafts of the draft model pay, by the measured costs."""
+        costs: StepCosts = self._adaptive.speculator.table.step_costs(batch=1, context_tokens=512)
+        round_ms = self._draft_model.round_ms
+        return {
+            f"K={drafts}": break_even(
+                drafts, (costs.at(1 + drafts) + drafts * round_ms) / costs.at(1)
+            )
+            for drafts in FIXED
+        }
+
+
+def _mode(policy: str) -> SpeculationMode:
+    modes: dict[str, SpeculationMode] = {
+        NO_CACHE: "off", REUSE: "off", "K=1": "1", "K=2": "2", "K=4": "4", "K=8": "8",
+        ADAPTIVE: "auto",
+    }  # fmt: skip
+    return modes[policy]
+
+
+def _accepted(run: Run) -> float:
+    drafted = sum(block.drafted * block.steps for block in run.stats.blocks)
+    return run.stats.accepted_tokens / drafted if drafted else 0.0
+
+
+def _mean_ms(blocks: Sequence[Block], policy: str) -> float:
+    return float(np.mean([block.total_ms[policy] for block in blocks]))
+
+
+def _share(blocks: Sequence[Block], policy: str) -> float:
+    return float(np.mean([block.accepted_share[policy] for block in blocks]))
+
+
+def _decision_accuracy(blocks: Sequence[Block]) -> float:
+    """Share of (prompt length, output limit) cells in which adaptive mostly drafted just where
+    the best fixed K beats K=0 in the mean."""
+    cells: dict[tuple[int, int], list[Block]] = {}
+    for block in blocks:
+        cells.setdefault((block.prompt_tokens, block.output_limit), []).append(block)
+    right = []
+    for mine in cells.values():
+        pays = min(_mean_ms(mine, f"K={drafts}") for drafts in FIXED) < _mean_ms(mine, REUSE)
+        drafts = statistics.mean(block.adaptive_drafting_share for block in mine) > 0.5
+        right.append(pays == drafts)
+    return statistics.mean(right)
+
+
+def _requirements(pair: Pair, summary: dict[str, Any]) -> list[Requirement]:
+    best = summary["adaptive against others"][summary["best other policy"]]
+    return [
+        Requirement(
+            f"{pair.name}: adaptive against the best other policy, 95% upper bound",
+            best["high"],
+            "<=",
+            LARGEST_LOSS,
+        ),
+        Requirement(f"{pair.name}: outputs equal", summary["outputs equal"], ">=", 1.0),
+    ]
+
+
+def _draft_folder(pair: Pair, source: str, cache_dir: Path, texts: Path) -> Path:
+    """The pair's draft model, made if it is not there; what it was trained on is in its name."""
+    recipe = f"{source} {pair.every} {pair.distilled} {texts if pair.distilled else ''}"
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    folder = cache_dir / "drafts" / f"{pair.model}-{pair.every}-{digest}"
+    if not folder.exists():
+        training = Distillation(pair.distilled, texts) if pair.distilled else None
+        make_draft(source, folder, every=pair.every, distillation=training, note=_note)
+    return folder
+
+
+def _note(text: str) -> None:
+    print(f"... {text}", flush=True)
+
+
+def _pair(text: str, distilled: float) -> Pair:
+    model, _, every = text.rpartition(":")
+    return Pair(model, int(every), distilled)
+
+
+def _extra() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--runs", type=int, default=0, help="requests; 0: 3600, or 28 if short")
+    parser.add_argument("--pairs", default="smollm2:6,smollm2:2", help="MODEL:EVERY,...")
+    parser.add_argument("--distill", type=float, default=0.0, help="minutes, for every pair")
+    parser.add_argument("--texts", type=Path, default=Path(), help="to distill on")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
