@@ -49,6 +49,8 @@ class Drafting:
         # Where nobody drafts, nothing is to be decided or learned: K=0 costs what it costs.
         if len(seats) < len(parts) or all(seat.speculation.is_off for seat in seats):
             return DraftedStep(tuple(parts))
+        if self._speculator.rests(seats):
+            return DraftedStep(tuple(parts))
         plan = self._speculator.plan(seats)
         drafted = zip(parts, plan.drafts, strict=True)
         return DraftedStep(

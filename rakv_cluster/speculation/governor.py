@@ -6,7 +6,8 @@ drafts paid. Two ledgers, both in ms:
 - the replica's debt, a token bucket turned upside down: every step adds its overspend and pays
   back ``refill`` of the plain time of the tokens it emitted; debt never falls below zero (gains
   are not saved up) and a step may not be able to lift it above ``capacity_tokens`` plain tokens.
-  So over any window, overspend <= refill x plain time + capacity (0.5% + 5 tokens: 1% of 1,000).
+  So over any window, overspend <= refill x plain time + capacity (0.5% + 4 tokens; with one more
+  for what no prediction foresaw, 1% of 1,000).
 - each request's, against its own plain time with prefill included: what a client sees.
 
 Charged are measured times. The bounds hold as far as a step's cost is predicted: a surprise is
@@ -35,7 +36,7 @@ class GovernorSettings:
     """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time."""
 
     mode: GovernorMode = GovernorMode.BUCKET
-    capacity_tokens: float = 5.0
+    capacity_tokens: float = 4.0
     refill_share: float = 0.005
     request_share: float = 0.05
     strict_share: float = 0.01

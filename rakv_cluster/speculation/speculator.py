@@ -34,12 +34,14 @@ from rakv_cluster.speculation.controller import (
 from rakv_cluster.speculation.cost_model import ArmCosts, CostSample, CostTable, StepCosts
 from rakv_cluster.speculation.draft_model import DraftModel, DraftState, DraftWish
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
+from rakv_cluster.speculation.governor import charge
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
 from rakv_cluster.speculation.verification import Verdict
 
 log = logging.getLogger(__name__)
 
 _ASSUMED_TRIALS = 20.0
+_LONGEST_REST_STEPS = 64
 
 SpeculationMode = Literal["auto", "off", "1", "2", "4", "8", "trace"]
 """What a request may ask for: the controller's choice, none, or the paper's fixed arms; "trace"
@@ -122,6 +124,7 @@ class Speculator:
         self._requests = 0
         self._right = 0
         self._settle_ms = 0.0
+        self._rest_steps = 0
 
     def begin(
         self, mode: SpeculationMode, ids: np.ndarray, rule: TokenRule, *, prefill_ms: float
@@ -142,11 +145,33 @@ class Speculator:
         book_setup(self.replica, state, (self._clock.monotonic_s() - started_s) * 1e3)
         return speculation
 
+    def rests(self, seats: Sequence[Seat]) -> bool:
+        """Whether the next decode step is to be left alone, without :meth:`plan`.
+
+        So it is where the ledgers cannot even pay for deciding, until plain steps have.
+        """
+        if self._rest_steps == 0:
+            return False
+        self._rest_steps -= 1
+        base_ms = self._costs(seats).at(len(seats))
+        if math.isfinite(base_ms):
+            charge(
+                self._settings.governor,
+                self.replica.ledger,
+                [seat.speculation.state.ledger for seat in seats],
+                base_ms=base_ms,
+                spent_ms=base_ms,
+                plain_steps=[1] * len(seats),
+            )
+        return True
+
+    def _costs(self, seats: Sequence[Seat]) -> StepCosts:
+        return self.table.step_costs(batch=len(seats), context_tokens=_context_tokens(seats))
+
     def plan(self, seats: Sequence[Seat]) -> StepPlan:
         """Drafts for a decode step over these sequences."""
         started_s = self._clock.monotonic_s()
-        context_tokens = sum(len(seat.ids) for seat in seats) // len(seats)
-        costs = self.table.step_costs(batch=len(seats), context_tokens=context_tokens)
+        costs = self._costs(seats)
         guesses = self._guesses(seats, costs)
         candidates = tuple(
             self._candidate(seat, guess) for seat, guess in zip(seats, guesses, strict=True)
@@ -166,10 +191,17 @@ class Speculator:
             guesses=guesses,
             candidates=candidates,
             costs=costs,
-            context_tokens=context_tokens,
+            context_tokens=_context_tokens(seats),
             draft_ms=draft_ms,
             control_ms=control_ms,
         )
+
+    def _rest_after(self, plan: StepPlan) -> int:
+        """Plain steps that pay for one more decision, where nothing is left to pay for it."""
+        if plan.decision.allowance_ms >= plan.control_ms or math.isinf(plan.decision.base_ms):
+            return 0
+        paid_ms = self._settings.governor.refill_share * plan.decision.base_ms
+        return min(math.ceil(plan.control_ms / paid_ms), _LONGEST_REST_STEPS)
 
     def _guesses(self, seats: Sequence[Seat], costs: StepCosts) -> tuple[Draft, ...]:
         states = [seat.speculation.state for seat in seats]
@@ -264,6 +296,7 @@ class Speculator:
             if not unknown and not guess.token_ids and costs.known:
                 speculation.tally.add(0, costs)
         self._trace(plan, verdicts, forward_ms)
+        self._rest_steps = self._rest_after(plan)
         self._settle_ms = (self._clock.monotonic_s() - started_s) * 1e3
 
     def _trace(self, plan: StepPlan, verdicts: Sequence[Verdict], forward_ms: float) -> None:
@@ -315,6 +348,10 @@ class Speculator:
             decision_accuracy=self._right / self._requests if self._requests else 1.0,
             requests=self._requests,
         )
+
+
+def _context_tokens(seats: Sequence[Seat]) -> int:
+    return sum(len(seat.ids) for seat in seats) // len(seats)
 
 
 def _finite(ms: float) -> float:

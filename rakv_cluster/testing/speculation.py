@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rakv_cluster.model.sampling import TokenRule
-from rakv_cluster.speculation.controller import ControllerSettings, Decision
+from rakv_cluster.speculation.controller import ControllerSettings, Reason
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.speculator import Seat, Speculation, Speculator
@@ -65,7 +65,7 @@ class ScriptedDrafter:
 class SimulatedStep:
     """One step as it really went; ``plain_ms`` is the true cost of its K=0 step."""
 
-    decision: Decision
+    reason: Reason
     ms: float
     plain_ms: float
     emitted: tuple[int, ...]
@@ -133,16 +133,17 @@ class SimulatedReplica:
 
     def _step(self, running: Sequence[_Running]) -> SimulatedStep:
         batch = len(running)
-        plan = self.speculator.plan(
-            [
-                Seat(
-                    request.speculation,
-                    np.arange(request.position),
-                    draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left),
-                )
-                for request in running
-            ]
-        )
+        seats = [
+            Seat(
+                request.speculation,
+                np.arange(request.position),
+                draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left),
+            )
+            for request in running
+        ]
+        if self.speculator.rests(seats):
+            return self._plain_step(running)
+        plan = self.speculator.plan(seats)
         rows = batch + sum(len(drafts) for drafts in plan.drafts)
         forward_ms = self.step_ms(rows, batch)
         self.clock.advance(forward_ms / 1e3)
@@ -151,11 +152,18 @@ class SimulatedReplica:
         ]
         self.speculator.settle(plan, verdicts, forward_ms=forward_ms)
         return SimulatedStep(
-            decision=plan.decision,
-            ms=forward_ms + plan.draft_ms,
+            reason=plan.decision.reason,
+            ms=forward_ms + plan.control_ms,
             plain_ms=self.step_ms(batch, batch),
             emitted=tuple(verdict.emitted for verdict in verdicts),
         )
+
+    def _plain_step(self, running: Sequence[_Running]) -> SimulatedStep:
+        batch = len(running)
+        plain_ms = self.step_ms(batch, batch)
+        self.clock.advance(plain_ms / 1e3)
+        emitted = tuple(_verify(request, ()).emitted for request in running)
+        return SimulatedStep(Reason.NO_DRAFT, plain_ms, plain_ms, emitted)
 
 
 def _verify(request: _Running, drafts: Sequence[int]) -> Verdict:

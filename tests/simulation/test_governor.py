@@ -12,6 +12,7 @@ import pytest
 from rakv_cluster.speculation.controller import ControllerSettings, Reason
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.speculation import (
     Guess,
     Script,
@@ -96,6 +97,32 @@ def test_default_loses_little_over_1000_tokens_and_on_one_request(costs: str, sc
     assert worst_window([step for steps in requests for step in steps]) <= 0.01
 
 
+class SlowThinking(ManualClock):
+    """Every look at the clock takes 50 us: deciding costs 4% of a step of 5 ms."""
+
+    def monotonic_s(self) -> float:
+        self.advance(5e-5)
+        return super().monotonic_s()
+
+
+@pytest.mark.parametrize("mode", [GovernorMode.BUCKET, GovernorMode.STRICT])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_deciding_itself_is_paid_for(script: str, mode: GovernorMode) -> None:
+    costs = {rows: ms / 2 for rows, ms in COSTS["gpu"].items()}
+    settings = ControllerSettings(governor=GovernorSettings(mode))
+    subject = SimulatedReplica(table(costs), settings, ROWS, SlowThinking())
+    subject.seed_costs()
+
+    requests = [subject.run([SCRIPTS[script]], output_tokens=128) for _ in range(20)]
+
+    share = 0.05 if mode is GovernorMode.BUCKET else 0.01
+    # What one more decision takes is known only when it has been taken.
+    surprise = 2 * 4 * 5e-5 * 1e3 / (128 * costs[1])
+    assert max(loss(steps) for steps in requests) <= share + surprise
+    if mode is GovernorMode.BUCKET:
+        assert worst_window([step for steps in requests for step in steps]) <= 0.01
+
+
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("output_tokens", [128, 600])
@@ -144,7 +171,7 @@ def test_a_draft_model_that_never_pays_is_found_out() -> None:
         [lambda position: Guess(15, int(random_source.random() < 0.8))], output_tokens=600
     )
 
-    drafted = sum(step.decision.reason is Reason.DRAFTED for step in steps)
+    drafted = sum(step.reason is Reason.DRAFTED for step in steps)
     assert drafted <= 0.02 * len(steps)  # an old measurement is doubted, tried again, confirmed
     assert loss(steps) <= 0.005
     report = subject.speculator.report(context_tokens=256)
