@@ -158,8 +158,8 @@ class PairBench:
         self._forced = self._policy("forced", self._draft_model)
         self._adaptive = self._policy("adaptive", drafting())
         self._tasks = load_tasks(
-            self._rig.loaded.tokenizer, 30, output_tokens=max(OUTPUT_TOKENS), seed=options.seed,
-            categories=("summarization", "rag", "qa", "math_reasoning", "chat"),
+            self._rig.loaded.tokenizer, 20, output_tokens=max(OUTPUT_TOKENS), seed=options.seed,
+            categories=("summarization", "rag", "qa", "math_reasoning", "chat"), longest=10_000,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -232,11 +232,22 @@ class PairBench:
             for policy in others
         }
         lines = [
-            (policy, totals[policy], totals[policy] / totals[REUSE], _share(blocks, policy))
+            (
+                policy,
+                totals[policy],
+                totals[policy] / totals[REUSE],
+                _share(blocks, policy),
+                *(
+                    (each.value, each.low, each.high)
+                    if (each := against.get(policy))
+                    else ("",) * 3
+                ),
+            )
             for policy in POLICIES
         ]
         print(f"{self.pair.name}: {len(blocks)} blocks")
-        print(table(lines, ("policy", "ms", "/ reuse K=0", "accepted")))
+        headings = ("policy", "ms", "/ reuse K=0", "accepted", "adaptive against it", "low", "high")
+        print(table(lines, headings))
         found = {
             "blocks": len(blocks),
             "mean total ms": totals,
@@ -254,9 +265,6 @@ class PairBench:
         for name, value in found.items():
             if isinstance(value, float):
                 print(f"  {name}: {value:.4f}")
-        shown = {name: f"{each.value:+.4f} [{each.low:+.4f}, {each.high:+.4f}]"
-                 for name, each in against.items()}  # fmt: skip
-        print(f"  adaptive against others, 95% CI: {shown}")
         print(f"  break-even acceptance: {found['break-even acceptance']}")
         return found
 
@@ -324,7 +332,7 @@ def _draft_folder(pair: Pair, source: str, cache_dir: Path, texts: Path) -> Path
     """The pair's draft model, made if it is not there; what it was trained on is in its name."""
     recipe = f"{source} {pair.every} {pair.distilled} {texts if pair.distilled else ''}"
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
-    folder = cache_dir / "drafts" / f"{pair.model}-{pair.every}-{digest}"
+    folder = cache_dir / "drafts" / f"{Path(source).name}-{pair.every}-{digest}"
     if not folder.exists():
         training = Distillation(pair.distilled, texts) if pair.distilled else None
         make_draft(source, folder, every=pair.every, distillation=training, note=_note)

@@ -17,9 +17,10 @@ CODE = ("edit", "copy")
 CATEGORIES = (*SPEC_BENCH, "chat", *CODE)
 CODE_OUTPUT_TOKENS = 192
 """Room for an answer of more than 128 tokens."""
+PROMPT_TOKENS = 1_600
+"""Longer prompts are left out."""
 
 _CODE_TOKENS = range(140, 320)
-_PROMPT_TOKENS = 1_600
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,11 @@ def load_tasks(
     output_tokens: int,
     seed: int,
     categories: Sequence[str] = CATEGORIES,
+    longest: int = PROMPT_TOKENS,
 ) -> list[Task]:
     """``per_category`` prompts of each category, drawn by ``seed``; categories alternate.
+
+    None is of more than ``longest`` tokens.
 
     Raises ``ValueError`` if a category has too few.
     """
@@ -53,7 +57,7 @@ def load_tasks(
         column = []
         for name, text in pool:
             ids = _chat_ids(tokenizer, text)
-            if len(ids) <= _PROMPT_TOKENS:
+            if len(ids) <= longest:
                 limit = CODE_OUTPUT_TOKENS if category in CODE else output_tokens
                 column.append(Task(category, name, ids, limit))
             if len(column) == per_category:
