@@ -10,7 +10,18 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import rakv_cluster
-from rakv_cluster.cli import ask, batch, demo, keys, models, route, serve, speculation, store
+from rakv_cluster.cli import (
+    ask,
+    batch,
+    calibrate,
+    demo,
+    keys,
+    models,
+    route,
+    serve,
+    speculation,
+    store,
+)
 from rakv_cluster.errors import RakvError
 
 USAGE_ERROR = 2
@@ -40,6 +51,7 @@ app.command()(serve.serve)
 app.command()(serve.settings)
 app.command()(ask.ask)
 app.command()(demo.demo)
+app.command()(calibrate.calibrate)
 app.add_typer(models.app, name="model")
 app.add_typer(keys.app, name="key")
 app.add_typer(batch.app, name="batch")

@@ -1,0 +1,262 @@
+"""What a blended prompt's next tokens lose against full recompute, measured on one model.
+
+A case is a prompt of documents whose KV was computed in another order. It keeps the exact KV and
+logits, the donors' KV moved into place, and what selectors may know; any number of selections is
+then measured on the same donors, each by the one forward that a blended request would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.layout import bits, kv_dtype
+from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.model.step import Runner, Span, Step
+from rakv_cluster.reuse.blending import positions_to_compute
+from rakv_cluster.reuse.selection import Floats, Positions, Reused, Selector
+from rakv_cluster.reuse.sensitivity import sensitivity
+
+REFERENCE_TOKENS = 32
+_PIECE_ROWS = 512
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityPrompt:
+    """``front``, then ``documents``, then ``question`` (not empty); ``answer`` may be empty.
+
+    The donors' KV stems from the prompt with the documents in the order ``donor_order``;
+    ``other_order`` is another one, by which sensitivity is learned.
+    """
+
+    front: Ids
+    documents: tuple[Ids, ...]
+    question: Ids
+    donor_order: tuple[int, ...]
+    other_order: tuple[int, ...]
+    answer: Ids = ()
+
+    @property
+    def ids(self) -> Ids:
+        """All tokens of the prompt."""
+        return (*self.front, *_joined(self.documents), *self.question)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Positions ``[start, stop)`` of each document."""
+        return _places(len(self.front), [len(document) for document in self.documents])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One selection on one case, over the reference tokens (greedy from full recompute, at most
+    32).
+
+    ``kl`` is the mean divergence of blended from exact next-token distributions in nats,
+    ``first_kl`` that of the first token; ``top1`` the share of equal first choices; ``agreement``
+    the share of reference tokens before the first unequal one. ``answer_logp`` is the mean
+    log-probability per token of the case's answer, and ``exact_answer_logp`` that of full
+    recompute; both 0 without an answer.
+    """
+
+    repaired: int
+    kl: float
+    first_kl: float
+    top1: float
+    agreement: float
+    answer_logp: float = 0.0
+    exact_answer_logp: float = 0.0
+
+
+class FidelityCase:
+    """See the module. ``ends`` are token ids after which no reference tokens follow."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        rotation: KeyRotation,
+        prompt: FidelityPrompt,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        self._runner = runner
+        self._prompt = prompt
+        self._ids = prompt.ids
+        room = len(self._ids) + max(REFERENCE_TOKENS, len(prompt.answer))
+        exact = _buffer(runner, room)
+        rows = [len(self._ids) - 1]
+        first = _compute(runner, exact, self._ids, np.arange(len(self._ids)), rows)
+        self.reference, self._logits = self._continue(exact, first, ends)
+        self._answer_logp = self._score(exact, self._logits[:1])
+        donors = _donated(runner, prompt, prompt.donor_order)
+        others = _donated(runner, prompt, prompt.other_order)
+        self._moved = _moved(exact, donors, prompt, rotation)
+        self.reused = _reused(prompt, exact, donors, others, self._moved)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self._ids)
+
+    def measure(self, selector: Selector, fraction: float) -> Measured:
+        """Repair ``fraction`` of the documents' tokens as ``selector`` chooses, and compare."""
+        count = round(fraction * len(self.reused.positions))
+        repaired = selector(self.reused, count)
+        buffer = KvBuffer(self._moved.data.clone())
+        known = (*self._ids, *self.reference)
+        total = len(self._ids) + len(self.reference) - 1
+        left = positions_to_compute(
+            self.reused.positions, repaired, covered=len(self._prompt.front), total=total
+        )
+        rows = list(range(len(left) - len(self.reference), len(left)))
+        logits = _compute(self._runner, buffer, known, left, rows)
+        return self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
+
+    def _compared(self, repaired: int, logits: torch.Tensor, answer_logp: float) -> Measured:
+        exact, blended = self._logits.log_softmax(-1), logits.log_softmax(-1)
+        divergence = (exact.exp() * (exact - blended)).sum(-1).clamp_min(0)
+        equal = exact.argmax(-1) == blended.argmax(-1)
+        same = int(equal.int().cumprod(0).sum())
+        return Measured(
+            repaired=repaired,
+            kl=float(divergence.mean()),
+            first_kl=float(divergence[0]),
+            top1=float(equal.float().mean()),
+            agreement=same / len(self.reference),
+            answer_logp=answer_logp,
+            exact_answer_logp=self._answer_logp,
+        )
+
+    def _continue(
+        self, buffer: KvBuffer, logits: torch.Tensor, ends: frozenset[int]
+    ) -> tuple[Ids, torch.Tensor]:
+        """Greedy tokens behind the prompt, and the logits that chose each ``[n, vocab]``."""
+        tokens: list[int] = []
+        chosen = [logits[0]]
+        while True:
+            tokens.append(int(chosen[-1].argmax()))
+            if len(tokens) == REFERENCE_TOKENS or tokens[-1] in ends:
+                return tuple(tokens), torch.stack(chosen)
+            known = (*self._ids, *tokens)
+            at = np.array([len(known) - 1])
+            chosen.append(_compute(self._runner, buffer, known, at, [0])[0])
+
+    def _score(self, buffer: KvBuffer, first: torch.Tensor) -> float:
+        """Mean log-probability of the answer behind a prompt whose KV is in ``buffer``.
+
+        ``first`` ``[1, vocab]`` are the prompt's logits. Overwrites slots behind the prompt.
+        """
+        answer = self._prompt.answer
+        if not answer:
+            return 0.0
+        logits = first
+        if len(answer) > 1:
+            start = len(self._ids)
+            positions = np.arange(start, start + len(answer) - 1)
+            rest = _compute(
+                self._runner,
+                buffer,
+                (*self._ids, *answer),
+                positions,
+                list(range(len(positions))),
+            )
+            logits = torch.cat([first, rest])
+        scores = logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)]
+        return float(scores.mean())
+
+
+def _buffer(runner: Runner, tokens: int) -> KvBuffer:
+    shape = runner.layout.shape(-(-tokens // 64) * 64)
+    return KvBuffer(torch.zeros(shape, dtype=runner.layout.torch_dtype, device=runner.device))
+
+
+def _compute(
+    runner: Runner, buffer: KvBuffer, ids: Sequence[int], positions: Positions, rows: Sequence[int]
+) -> torch.Tensor:
+    """Run ``ids`` at ascending ``positions`` in pieces; logits of the given ``rows`` on the CPU."""
+    known = torch.tensor(ids)
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(positions), _PIECE_ROWS):
+        piece = torch.from_numpy(positions[start : start + _PIECE_ROWS])
+        wanted = torch.tensor(
+            [row - start for row in rows if start <= row < start + len(piece)], dtype=torch.int64
+        )
+        span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]))
+        parts.append(runner.forward(Step(known[piece], piece, (span,), wanted)).cpu().clone())
+    return torch.cat(parts)
+
+
+def _donated(
+    runner: Runner, prompt: FidelityPrompt, order: Sequence[int]
+) -> list[tuple[int, torch.Tensor]]:
+    """Where each document stood in that order, and its KV as computed there."""
+    documents = [prompt.documents[index] for index in order]
+    ids = (*prompt.front, *_joined(documents))
+    buffer = _buffer(runner, len(ids))
+    _compute(runner, buffer, ids, np.arange(len(ids)), [])
+    places = _places(len(prompt.front), [len(document) for document in documents])
+    by_document = dict(zip(order, places, strict=True))
+    return [
+        (start, buffer.slots(start, stop).clone())
+        for _, (start, stop) in sorted(by_document.items())
+    ]
+
+
+def _moved(
+    exact: KvBuffer,
+    donors: Sequence[tuple[int, torch.Tensor]],
+    prompt: FidelityPrompt,
+    rotation: KeyRotation,
+) -> KvBuffer:
+    """The exact front, and the donors' KV with its keys moved to where the documents stand."""
+    buffer = KvBuffer(torch.zeros_like(exact.data))
+    front = len(prompt.front)
+    buffer.slots(0, front).copy_(exact.slots(0, front))
+    for (start, stop), (donor_start, kv) in zip(prompt.places, donors, strict=True):
+        slots = buffer.slots(start, stop)
+        slots.copy_(kv)
+        rotation.move(slots[:, 0], start - donor_start)
+    return buffer
+
+
+def _reused(
+    prompt: FidelityPrompt,
+    exact: KvBuffer,
+    donors: Sequence[tuple[int, torch.Tensor]],
+    others: Sequence[tuple[int, torch.Tensor]],
+    moved: KvBuffer,
+) -> Reused:
+    """All documents' positions and what selectors may know of them."""
+    dtype = kv_dtype(exact.data.dtype)
+    figures = [
+        sensitivity(bits(one.cpu()), bits(two.cpu()), dtype)
+        for (_, one), (_, two) in zip(donors, others, strict=True)
+    ]
+    deviations: list[Floats] = []
+    for start, stop in prompt.places:
+        layer = min(1, exact.data.shape[0] - 1)
+        difference = exact.values(layer)[:, start:stop] - moved.values(layer)[:, start:stop]
+        deviations.append(difference.float().square().sum((0, 2)).cpu().numpy())
+    return Reused(
+        np.concatenate([np.arange(start, stop) for start, stop in prompt.places]),
+        np.concatenate([np.arange(stop - start) for start, stop in prompt.places]),
+        np.concatenate(figures),
+        np.concatenate(deviations),
+    )
+
+
+def _places(start: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    places = []
+    for length in lengths:
+        places.append((start, start + length))
+        start += length
+    return places
+
+
+def _joined(documents: Sequence[Ids]) -> Ids:
+    return tuple(token_id for document in documents for token_id in document)

@@ -1,0 +1,60 @@
+"""The measure of what blending costs: nothing when all is repaired, something when nothing is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from rakv_cluster.model.architecture import observe_layout
+from rakv_cluster.model.rope import key_rotation
+from rakv_cluster.model.runner import TransformersRunner
+from rakv_cluster.reuse.calibrating import measure_curve, shuffled_prompt
+from rakv_cluster.reuse.fidelity import REFERENCE_TOKENS, FidelityCase, FidelityPrompt
+from rakv_cluster.reuse.selection import everything, nothing
+from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
+
+
+def prompt(seed: int) -> FidelityPrompt:
+    rng = np.random.default_rng(seed)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(3, VOCAB_SIZE, length).tolist())
+
+    return shuffled_prompt(text(12), [text(30), text(40), text(25)], text(6), rng, answer=text(5))
+
+
+@pytest.fixture(params=[tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    built: PreTrainedModel = request.param()
+    return built
+
+
+def test_all_repaired_is_exact_and_nothing_repaired_is_not(model: PreTrainedModel) -> None:
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+    case = FidelityCase(runner, key_rotation(model, runner), prompt(1))
+
+    whole, none = case.measure(everything, 1.0), case.measure(nothing, 0.0)
+
+    assert len(case.reference) == REFERENCE_TOKENS
+    assert whole.repaired == 95
+    assert whole.kl < 1e-5
+    assert (whole.top1, whole.agreement) == (1.0, 1.0)
+    assert whole.answer_logp == pytest.approx(whole.exact_answer_logp, abs=1e-3)
+    assert none.repaired == 0
+    assert none.kl > 0.01
+    assert abs(none.answer_logp - none.exact_answer_logp) > 1e-3
+
+
+def test_a_curve_ends_in_nothing_lost(model: PreTrainedModel) -> None:
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+    rotation = key_rotation(model, runner)
+
+    points = measure_curve(
+        runner, rotation, [prompt(seed) for seed in range(4)], frozenset(), fractions=(0.0, 1.0)
+    )
+
+    assert [point.fraction for point in points] == [0.0, 1.0]
+    assert points[0].kl_low <= points[0].kl <= points[0].kl_high <= points[0].kl_p95_upper
+    assert points[0].kl > 100 * max(points[1].kl, 1e-9)
+    assert points[1].top1 == points[1].agreement == 1.0

@@ -1,0 +1,190 @@
+"""Donors into a buffer: keys moved, values as they were, faults computed instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rakv_cluster.chunking.boundaries import ChunkLimits
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.record import ChunkRecord
+from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.model.architecture import observe_layout
+from rakv_cluster.model.rope import key_rotation
+from rakv_cluster.model.runner import TransformersRunner
+from rakv_cluster.model.step import Span, Step
+from rakv_cluster.reuse.assembly import kv_copy
+from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
+from rakv_cluster.reuse.costs import Costs, CostView
+from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.engine import NAMESPACE, no_cuts
+from rakv_cluster.testing.faulty_store import Fault, FaultyStore
+from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_llama
+from rakv_cluster.types import BlendWish, ChunkedPrompt
+
+LIMITS = ChunkLimits(min_tokens=8, max_tokens=16)
+FRONT, FIRST, SECOND, NEW = (
+    [3 + (seed * 37 + 11 * i + i * i) % 250 for i in range(length)]
+    for seed, length in ((1, 10), (2, 32), (3, 20), (4, 25))
+)
+QUESTION = [5, 6, 7]
+
+
+class Rig:
+    """A tiny model, exact KV of prompts, and a store that holds one prompt's chunks."""
+
+    def __init__(self) -> None:
+        model = tiny_llama()
+        self.runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+        self.rotation = key_rotation(model, self.runner)
+        self.store = MemoryStore(1 << 28, ManualClock())
+
+    def prompt(self, *segments: Sequence[int]) -> ChunkedPrompt:
+        return chunk_prompt(NAMESPACE, segments, no_cuts(VOCAB_SIZE), LIMITS)
+
+    def exact(self, prompt: ChunkedPrompt) -> KvBuffer:
+        total = len(prompt.token_ids)
+        buffer = self.empty(total)
+        step = Step(
+            torch.tensor(prompt.token_ids),
+            torch.arange(total),
+            (Span(buffer, 0, total, 0, total - 1),),
+            torch.tensor([], dtype=torch.int64),
+        )
+        self.runner.forward(step)
+        return buffer
+
+    def empty(self, tokens: int) -> KvBuffer:
+        return KvBuffer(torch.zeros(self.runner.layout.shape(tokens)))
+
+    def keep(self, prompt: ChunkedPrompt) -> None:
+        buffer = self.exact(prompt)
+        self.store.put(
+            [
+                ChunkRecord(
+                    chunk.prefix_key, NAMESPACE, chunk.token_ids, chunk.start, self.runner.layout,
+                    kv_copy(buffer, chunk.start, chunk.end), 1.0, "c", 0.0,
+                )
+                for chunk in prompt.chunks
+            ]
+        )  # fmt: skip
+
+    def blend(
+        self,
+        prompt: ChunkedPrompt,
+        buffer: KvBuffer,
+        *,
+        store: ChunkStore,
+        rotation: KeyRotation,
+        price_loads: bool = False,
+        recompute: float = 0.0,
+    ) -> Blended:
+        blender = Blender(
+            BlendSupport(rotation), store, self.runner.layout, "c",
+            share_across_classes=False, price_loads=price_loads,
+        )  # fmt: skip
+        total = len(prompt.token_ids)
+        wish = BlendWish(recompute=recompute)
+        covered = len(FRONT)
+        return blender.blend(
+            wish, prompt, buffer, slow_compute(), covered=covered, known_tokens=total
+        )
+
+
+def slow_compute() -> CostView:
+    costs = Costs(step_tokens=512)
+    costs.observe_prefill(0, 64, 64.0)
+    costs.observe_decode(1, 1.0)
+    return costs.view(0.0)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    rig = Rig()
+    rig.keep(rig.prompt(FRONT, FIRST, SECOND, QUESTION))
+    return rig
+
+
+def test_reused_slots_hold_first_layer_kv_as_computed_there(rig: Rig) -> None:
+    """The first layer's KV depends on the token and its position alone, so it must be exact."""
+    prompt = rig.prompt(FRONT, SECOND, NEW, FIRST, QUESTION)
+    exact, buffer = rig.exact(prompt), rig.empty(len(prompt.token_ids))
+
+    blended = rig.blend(prompt, buffer, store=rig.store, rotation=rig.rotation)
+
+    second = np.arange(len(FRONT), len(FRONT) + len(SECOND))
+    start = len(FRONT) + len(SECOND) + len(NEW)
+    reused = torch.from_numpy(np.concatenate([second, np.arange(start, start + len(FIRST))]))
+    left = sorted(set(range(len(FRONT), len(prompt.token_ids))) - set(reused.tolist()))
+    assert blended.to_compute.tolist() == left
+    for kind in (0, 1):
+        torch.testing.assert_close(
+            buffer.data[0, kind][:, reused], exact.data[0, kind][:, reused], atol=1e-4, rtol=1e-4
+        )
+    assert not torch.allclose(buffer.values(1)[:, reused], exact.values(1)[:, reused], atol=1e-3)
+
+
+def test_a_refused_rotation_blends_nothing(rig: Rig) -> None:
+    prompt = rig.prompt(FRONT, SECOND, FIRST, QUESTION)
+    buffer = rig.empty(len(prompt.token_ids))
+
+    blended = rig.blend(
+        prompt, buffer, store=rig.store, rotation=KeyRotation.refused("of its kind")
+    )
+
+    assert "of its kind" in blended.reason
+    assert not len(blended.to_compute)
+    assert not buffer.data.any()
+
+
+def test_unknown_text_blends_nothing(rig: Rig) -> None:
+    prompt = rig.prompt(FRONT, NEW, QUESTION)
+
+    blended = rig.blend(
+        prompt, rig.empty(len(prompt.token_ids)), store=rig.store, rotation=rig.rotation
+    )
+
+    assert blended.reason == "no cached text behind the exact prefix"
+
+
+@pytest.mark.parametrize("fault", [each for each in Fault if each is not Fault.DELAY])
+@pytest.mark.parametrize("healthy_calls", [0, 1, 2])
+def test_what_a_store_does_not_deliver_is_computed_and_never_nan(
+    rig: Rig, fault: Fault, healthy_calls: int
+) -> None:
+    calls = iter([Fault.NONE] * healthy_calls)
+    store = FaultyStore(rig.store, lambda: next(calls, fault))
+    prompt = rig.prompt(FRONT, SECOND, NEW, FIRST, QUESTION)
+    buffer = rig.empty(len(prompt.token_ids))
+
+    blended = rig.blend(prompt, buffer, store=store, rotation=rig.rotation)
+
+    assert torch.isfinite(buffer.data).all()
+    left = set(blended.to_compute.tolist()) or set(range(len(FRONT), len(prompt.token_ids)))
+    filled = {p for p in range(len(prompt.token_ids)) if buffer.slots(p, p + 1).any()}
+    assert filled >= set(range(len(FRONT), len(prompt.token_ids))) - left
+
+
+def test_blending_that_saves_nothing_is_not_done(rig: Rig) -> None:
+    prompt = rig.prompt(FRONT, SECOND, FIRST, QUESTION)
+
+    answers = [
+        rig.blend(
+            prompt,
+            rig.empty(len(prompt.token_ids)),
+            store=rig.store,
+            rotation=rig.rotation,
+            price_loads=True,
+            recompute=recompute,
+        )
+        for recompute in (0.0, 1.0)
+    ]
+
+    assert answers[0].kept == len(FIRST) + len(SECOND)
+    assert answers[1].reason == "computing is expected to be faster"
