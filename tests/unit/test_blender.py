@@ -11,13 +11,13 @@ import torch
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.layout import bits
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Span, Step
-from rakv_cluster.reuse.assembly import kv_copy
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs, CostView
 from rakv_cluster.store.base import ChunkStore
@@ -69,7 +69,7 @@ class Rig:
             [
                 ChunkRecord(
                     chunk.prefix_key, NAMESPACE, chunk.token_ids, chunk.start, self.runner.layout,
-                    kv_copy(buffer, chunk.start, chunk.end), 1.0, "c", 0.0,
+                    bits(buffer.slots(chunk.start, chunk.end).contiguous()), 1.0, "c", 0.0,
                 )
                 for chunk in prompt.chunks
             ]
