@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import closing
 
 from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
+from rakv_cluster.store.variants import BoundedVariants
 
 
 class Catalog:
@@ -21,7 +22,7 @@ class Catalog:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.quota_bytes = quota_bytes
-        self._policy = policy(budget_bytes)
+        self._policy = BoundedVariants(policy(budget_bytes), budget_bytes)
         self._entries: dict[bytes, Entry] = {}
         self._used_bytes = 0
         self._namespace_bytes: Counter[bytes] = Counter()

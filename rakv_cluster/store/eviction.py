@@ -24,6 +24,7 @@ class Entry:
 
     ``size_bytes`` is what it takes of the budget, ``cost_ms`` what recomputing it would take,
     ``start`` its first token's position; times are wall-clock seconds. ``uses`` counts hits.
+    ``content`` names what the tokens are wherever they stand (empty: not to be reused elsewhere).
     """
 
     namespace: bytes
@@ -34,6 +35,7 @@ class Entry:
     created_s: float
     last_use_s: float
     uses: int = 0
+    content: bytes = b""
 
 
 class EvictionPolicy(Protocol):

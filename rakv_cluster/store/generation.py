@@ -373,6 +373,7 @@ def tick(generation: Generation, txn: Any) -> None:
 
 def read_index(generation: Generation, txn: Any) -> Iterator[tuple[bytes, int, Entry]]:
     """``(key, record id, entry)`` of every record; raises ``CorruptRecord``."""
+    contents = _read_contents(generation, txn)
     with txn.cursor(db=generation.index) as cursor:
         for key, value in cursor:
             if len(value) != _ENTRY.size:
@@ -380,5 +381,18 @@ def read_index(generation: Generation, txn: Any) -> Iterator[tuple[bytes, int, E
             (
                 record_id, size_bytes, tokens, start, cost_ms, created_s, last_use_s, uses, ns,
             ) = _ENTRY.unpack(value)  # fmt: skip
-            entry = Entry(ns, size_bytes, tokens, start, cost_ms, created_s, last_use_s, uses)
+            content = contents.get(bytes(key), b"")
+            entry = Entry(
+                ns, size_bytes, tokens, start, cost_ms, created_s, last_use_s, uses, content
+            )
             yield bytes(key), record_id, entry
+
+
+def _read_contents(generation: Generation, txn: Any) -> dict[bytes, bytes]:
+    """The content key of every record that can serve one."""
+    contents: dict[bytes, bytes] = {}
+    with txn.cursor(db=generation.contents) as cursor:
+        for content_and_id, value in cursor:
+            if len(value) == _DONOR.size:
+                contents[_DONOR.unpack(value)[1]] = bytes(content_and_id[:KEY_BYTES])
+    return contents

@@ -152,5 +152,5 @@ def _found(record: ChunkRecord) -> Found:
 def _entry(record: ChunkRecord, size_bytes: int, now_s: float) -> Entry:
     return Entry(
         record.namespace, size_bytes, len(record.token_ids), record.start, record.cost_ms,
-        record.created_s, now_s,
+        record.created_s, now_s, content=donated_content(record),
     )  # fmt: skip

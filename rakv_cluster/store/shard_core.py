@@ -18,6 +18,7 @@ from rakv_cluster.kv.codec import EncodedRecord, RecordHead, parse_head, verify_
 from rakv_cluster.store.base import serves
 from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.counters import Counters
+from rakv_cluster.store.donors import donated_content
 from rakv_cluster.store.eviction import Entry
 from rakv_cluster.store.generation import (
     Generation,
@@ -69,7 +70,7 @@ class _Incoming:
         head = self.head
         return Entry(
             head.namespace, self.size_bytes, len(head.token_ids), head.start, head.cost_ms,
-            head.created_s, now_s,
+            head.created_s, now_s, content=donated_content(head),
         )  # fmt: skip
 
 
