@@ -1,0 +1,178 @@
+"""Time to the first token of one prompt's documents in other orders, for benchmarks/fidelity.py.
+
+One engine, one store in RAM. The documents are seeded in one order (and once more in another, from
+which sensitivity is learned); every timed request has an order that was never seen, and what it
+stored is removed again. Arms are interleaved in rounds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.engine_rig import LIMITS, NAMESPACE, Answer
+from rakv_cluster.chunking.boundaries import CutTable
+from rakv_cluster.chunking.ordering import cached_order
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.reuse.blender import BlendSupport
+from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import Speculator
+from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How one kind of request is asked; ``recompute`` counts under BLEND."""
+
+    name: str
+    reuse: ReuseMode
+    recompute: float = 0.0
+    order: str = "unseen"
+    new_in_front: bool = False
+
+
+ARMS = (
+    Arm("no cache", ReuseMode.OFF),
+    Arm("prefix only", ReuseMode.EXACT),
+    Arm("reorder", ReuseMode.EXACT, order="seen"),
+    Arm("blend 0%", ReuseMode.BLEND, 0.0),
+    Arm("blend 5%", ReuseMode.BLEND, 0.05),
+    Arm("blend 15%", ReuseMode.BLEND, 0.15),
+    Arm("blend 30%", ReuseMode.BLEND, 0.3),
+    Arm("no cache, one new in front", ReuseMode.OFF, new_in_front=True),
+    Arm("blend 5%, one new in front", ReuseMode.BLEND, 0.05, new_in_front=True),
+    Arm("blend 15%, one new in front", ReuseMode.BLEND, 0.15, new_in_front=True),
+)
+
+
+@dataclass(slots=True)
+class Timed:
+    """Seconds of every round, and the last round's account."""
+
+    seconds: list[float] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+class TtftRig:
+    """Asks for one set of documents; ``fresh`` is a document that is never cached."""
+
+    def __init__(self, model: LoadedModel, prompt: FidelityPrompt, fresh: Ids) -> None:
+        self._prompt, self._fresh = prompt, fresh
+        self._cuts = CutTable.from_tokenizer(model.tokenizer)
+        self._store = MemoryStore(4 << 30, SystemClock())
+        self._engine = Engine(
+            model.runner,
+            self._store,
+            Speculator(CostTable(CostBuckets()), ControllerSettings(), SystemClock()),
+            cuts=self._cuts,
+            limits=LIMITS,
+            settings=EngineSettings(kv_budget_bytes=4 << 30, price_loads=False),
+            clock=SystemClock(),
+            numeric_class=model.card.numeric_class,
+            blending=BlendSupport(model.rotation),
+        )
+        self._engine.start()
+        self._asked = 0
+        self._seen = tuple(range(len(prompt.documents)))
+        self._seeded: set[bytes] = set()
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.stop()
+
+    def seed(self) -> None:
+        """Compute and store the documents in the seen order, and learn their sensitivity."""
+        seen = self._cut(self._seen, new_in_front=False)
+        self._seeded = {chunk.prefix_key for chunk in seen.chunks}
+        self._ask(seen, Arm("seed", ReuseMode.EXACT))
+        other = self._cut(self._seen[::-1], new_in_front=False)
+        self._ask(other, Arm("seed", ReuseMode.EXACT))
+        self._forget(other)
+
+    def time(self, rounds: int, rng: np.random.Generator) -> dict[str, Timed]:
+        """Every arm once per round, in an order of its own."""
+        timed = {arm.name: Timed() for arm in ARMS}
+        for _ in range(rounds):
+            for index in rng.permutation(len(ARMS)):
+                arm = ARMS[index]
+                order = self._seen if arm.order == "seen" else self._unseen(rng)
+                prompt = self._cut(order, new_in_front=arm.new_in_front)
+                answer = self._ask(prompt, arm)
+                timed[arm.name].seconds.append(answer.ttft_s)
+                timed[arm.name].stats = answer.events[-1].stats or RequestStats()
+                self._forget(prompt)
+        return timed
+
+    def order_ms(self, rng: np.random.Generator) -> float:
+        """Milliseconds that finding the seen order takes an ingress."""
+        order = self._unseen(rng)
+        prompt = self._cut(order, new_in_front=False)
+        places, start = [], len(self._prompt.front)
+        for index in order:
+            places.append((start, start + len(self._prompt.documents[index])))
+            start = places[-1][1]
+        began_s = time.perf_counter()
+        found = cached_order(prompt, places, self._seeded.intersection)
+        if tuple(order[i] for i in found) != self._seen:
+            raise RuntimeError("the seen order was not found")
+        return (time.perf_counter() - began_s) * 1e3
+
+    def _unseen(self, rng: np.random.Generator) -> tuple[int, ...]:
+        """An order whose first document differs from both seeded ones'."""
+        while True:
+            order = tuple(int(index) for index in rng.permutation(len(self._seen)))
+            if order[0] not in (self._seen[0], self._seen[-1]):
+                return order
+
+    def _cut(self, order: Sequence[int], *, new_in_front: bool) -> ChunkedPrompt:
+        documents = [self._prompt.documents[index] for index in order]
+        if new_in_front:
+            # About a third is new, as many documents fewer are cached.
+            documents = [self._fresh, *documents[len(documents) // 3 :]]
+        # Another question each time: nothing behind the documents is ever cached.
+        question = (5 + self._asked % 200, *self._prompt.question)
+        segments = [self._prompt.front, *documents, question]
+        return chunk_prompt(NAMESPACE, segments, self._cuts, LIMITS)
+
+    def _ask(self, prompt: ChunkedPrompt, arm: Arm) -> Answer:
+        self._asked += 1
+        answer = Answer()
+        request = EngineRequest(
+            f"t{self._asked}",
+            prompt,
+            1,
+            reuse=arm.reuse,
+            blend=BlendWish(recompute=arm.recompute),
+            speculation="off",
+        )
+        self._engine.submit(request, answer)
+        answer.wait()
+        while self._engine.stats().running:
+            threading.Event().wait(0.005)
+        # Writes are off the critical path; the next request must not meet them half done.
+        for chunk in prompt.chunks:
+            if arm.reuse is ReuseMode.EXACT:
+                self._await(chunk.prefix_key)
+        return answer
+
+    def _await(self, key: bytes) -> None:
+        for _ in range(2000):
+            if self._store.find([key]):
+                return
+            threading.Event().wait(0.005)
+
+    def _forget(self, prompt: ChunkedPrompt) -> None:
+        keys = [chunk.prefix_key for chunk in prompt.chunks]
+        self._store.delete([key for key in keys if key not in self._seeded])
