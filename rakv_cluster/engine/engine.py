@@ -13,6 +13,7 @@ from rakv_cluster.engine.sequence import Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
+from rakv_cluster.model.grammar import Grammars, no_grammars
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import CostView
@@ -50,8 +51,10 @@ class Engine:
         near_tie_eps: float = 0.0,
         flight: SingleFlight = NO_FLIGHT,
         blending: BlendSupport = NO_BLENDING,
+        grammars: Grammars = no_grammars,
     ) -> None:
         self._settings = settings
+        self._grammars = grammars
         self._clock = clock
         self._loaders = ThreadWorkers(
             "rakv-load",
@@ -110,6 +113,11 @@ class Engine:
         or broken.
         """
         sequence = self._core.prepare(request, sink)
+        if request.grammar:
+            mask = self._grammars(request.grammar)
+            for token_id in request.forced_ids:
+                mask.accept(token_id)
+            sequence.rule.restrict(mask)
         with self._lock:
             if self._stopping or self._broken:
                 raise Unavailable(self._broken or "the engine is stopping", retry_after_s=1.0)

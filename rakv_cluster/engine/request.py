@@ -26,7 +26,8 @@ class EngineRequest:
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
     ``blend`` counts under ``ReuseMode.BLEND`` only.
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
-    and what sort of work it is.
+    and what sort of work it is. ``grammar``: what the output must follow, from
+    :func:`~rakv_cluster.model.grammar.schema_grammar`; empty: nothing.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class EngineRequest:
     tenant: str = ""
     endpoint: str = ""
     speculation: SpeculationMode = "auto"
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)

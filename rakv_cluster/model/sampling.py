@@ -1,6 +1,7 @@
 """The one rule that decides every token: token = f(logits, request, seed, position).
 
-In this order: repetition penalty, presence and frequency penalties, logit bias, bans. Greedy
+In this order: repetition penalty, presence and frequency penalties, logit bias, grammar, bans.
+Greedy
 (``temperature == 0``) takes the highest score. Sampling divides by the temperature, cuts by
 top-k, then top-p of what is left, then min-p, and takes the highest ``score + Gumbel noise`` of
 the survivors: that draws from their softmax (Gumbel-max; Maddison et al., "A* sampling", 2014)
@@ -19,6 +20,7 @@ import torch
 
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.model.cuts import survivors
+from rakv_cluster.model.grammar import TokenMask
 from rakv_cluster.model.noise import gumbel, row_key
 from rakv_cluster.types import SamplingParams
 
@@ -48,6 +50,7 @@ class TokenRule:
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mask: TokenMask | None = None
         if params.presence_penalty or params.frequency_penalty:
             self._counts = torch.zeros(vocab_size, device=device)
         if params.repetition_penalty != 1.0:
@@ -69,7 +72,12 @@ class TokenRule:
     @property
     def adjusts(self) -> bool:
         """Whether scores can differ from logits."""
-        return any(part is not None for part in (self._counts, self._seen, self._bias))
+        parts = (self._counts, self._seen, self._bias, self._mask)
+        return any(part is not None for part in parts)
+
+    def restrict(self, mask: TokenMask) -> None:
+        """Let no token through that ``mask`` forbids; what was emitted before, it has accepted."""
+        self._mask = mask
 
     def accept(self, token_id: int) -> None:
         """Count a token that was emitted, or forced as already emitted."""
@@ -77,9 +85,12 @@ class TokenRule:
             self._counts[token_id] += 1.0
         if self._seen is not None:
             self._seen[token_id] = True
+        if self._mask is not None:
+            self._mask.accept(token_id)
 
     def adjust(self, row: torch.Tensor, pending: Sequence[int]) -> None:
-        """Apply penalties and bias in place to one row ``[V]``, as if ``pending`` were accepted."""
+        """Apply penalties, bias and grammar in place to one row ``[V]``, as if ``pending`` were
+        accepted."""
         ahead = torch.tensor(pending, dtype=torch.int64, device=row.device)
         if self._seen is not None:
             seen = self._seen.index_fill(0, ahead, True)
@@ -92,6 +103,8 @@ class TokenRule:
             row.sub_((counts > 0).to(row.dtype), alpha=self.params.presence_penalty)
         if self._bias is not None:
             row.index_add_(0, *self._bias)
+        if self._mask is not None:
+            self._mask.forbid(row, pending)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import from_json
+
 from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.routing.policy import Decision, explain
@@ -64,6 +66,8 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
         if message.reuse not in _REUSE:
             raise InvalidRequest(f"unknown value {message.reuse}", field="reuse")
         fields["reuse"] = _REUSE[message.reuse]
+    if message.json_schema:
+        fields["response_format"] = _response_format(message.json_schema)
     if message.HasField("top_logprobs"):
         fields |= _logprob_fields(message)
     return _with_input(message.input, fields)
@@ -84,6 +88,14 @@ def _with_input(message: generation.Input, fields: dict[str, Any]) -> Generation
     if message.HasField("token_ids"):
         return validated(CompletionRequest, fields | {"prompt": list(message.token_ids.ids)})
     raise InvalidRequest("set input.chat, input.prompt or input.token_ids", field="input")
+
+
+def _response_format(text: str) -> dict[str, Any]:
+    try:
+        schema = from_json(text)
+    except ValueError as error:
+        raise InvalidRequest(f"json_schema is no JSON: {error}", field="json_schema") from error
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _logprob_fields(message: generation.GenerateRequest) -> dict[str, Any]:

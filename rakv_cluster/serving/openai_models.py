@@ -116,6 +116,29 @@ class StreamOptions(_Strict):
     ] = False
 
 
+class JsonSchemaIn(_Strict):
+    """A JSON Schema by name; ``strict`` changes nothing, since every schema is enforced."""
+
+    name: str = Field("", max_length=64)
+    description: str = Field("", max_length=4096)
+    wanted: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(_Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaIn | None = None
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema that the text must follow; None if it is free."""
+        if self.type == "json_object":
+            return {"type": "object"}
+        return self.json_schema.wanted if self.json_schema is not None else None
+
+
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -154,6 +177,7 @@ class GenerationRequest(_Strict):
     max_tokens: int = Field(0, ge=1)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
     timeout_s: float | None = Field(None, gt=0)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
 
@@ -234,7 +258,6 @@ _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
     "tool_choice": _one_of("none", "auto"),
     "function_call": _one_of("none", "auto"),
     "parallel_tool_calls": _one_of(True, False),
-    "response_format": _one_of({"type": "text"}),
     "modalities": _one_of(["text"]),
     "audio": _one_of(),
     "prediction": _one_of(),
@@ -318,8 +341,26 @@ def _check_combinations(request: GenerationRequest) -> None:
             "log-probabilities of the prompt are not supported: send echo or logprobs, not both",
             field="echo",
         )
+    _check_format(request)
     if request.stream_options.include_usage and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+
+def _check_format(request: GenerationRequest) -> None:
+    wanted = request.response_format
+    if wanted is None:
+        return
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        raise InvalidRequest(
+            "type json_schema and the field json_schema need each other",
+            field="response_format.json_schema",
+        )
+    if wanted.enforced is None:
+        return
+    if request.ignore_eos:
+        raise InvalidRequest("a text that must end cannot ignore its end", field="ignore_eos")
+    if request.min_tokens:
+        raise InvalidRequest("a response_format decides how long a text is", field="min_tokens")
 
 
 def _translate(kind: type[GenerationRequest], error: ErrorDetails) -> InvalidRequest:

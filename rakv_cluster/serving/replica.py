@@ -16,6 +16,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import ConfigError, Unavailable
 from rakv_cluster.model.card import ModelCard
+from rakv_cluster.model.grammar import TokenizerGrammars
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import calibration_path, load_calibration
@@ -87,6 +88,11 @@ class Replica:
             near_tie_eps=model.card.guarded_eps,
             flight=flight,
             blending=_blending(model, settings),
+            grammars=TokenizerGrammars(
+                model.tokenizer.backend_tokenizer.to_str(),
+                model.runner.vocab_size,
+                model.card.eos_token_ids,
+            ),
         )
         self._reporter = RoutingReporter(
             self._engine,

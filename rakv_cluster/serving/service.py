@@ -18,6 +18,7 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from rakv_cluster.model.card import ModelCard
+from rakv_cluster.model.grammar import schema_grammar
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
 from rakv_cluster.serving.documents import DocumentsOrder, Placed, SeenPrefixes, as_sent, reorder
@@ -102,6 +103,7 @@ class Service:
         asked = await self._asked(request, self.namespace(caller), order, limit_tokens=limit)
         prompt = asked.prompt
         tokenize_ms = (self.clock.monotonic_s() - started_s) * 1e3
+        grammar = await _grammar(request)
         max_tokens = self._output_limit(request, len(prompt.token_ids), field)
         seed = self._seeds.getrandbits(63) if request.seed is None else request.seed % 2**63
         ends = frozenset() if request.ignore_eos else self.card.eos_token_ids
@@ -124,6 +126,7 @@ class Service:
                     tenant=caller.tenant,
                     endpoint="chat" if isinstance(request, ChatRequest) else "completions",
                     speculation=request.speculation or self.settings.default_speculation,
+                    grammar=grammar,
                 ),
                 tuple(request.stop),
             )
@@ -269,6 +272,15 @@ def _order(request: GenerationRequest, reuse: ReuseMode) -> DocumentsOrder:
 
 def _placed(request: GenerationRequest, order: DocumentsOrder, indices: tuple[int, ...]) -> Placed:
     return Placed(order, indices, tuple(request.documents[index].id for index in indices))
+
+
+async def _grammar(request: GenerationRequest) -> str:
+    """What the text must follow; empty if it is free."""
+    schema = request.response_format.enforced if request.response_format is not None else None
+    if schema is None:
+        return ""
+    # In a thread: hostile schemas take their time before they are refused.
+    return await asyncio.to_thread(schema_grammar, schema, "response_format.json_schema.schema")
 
 
 def _at_most(field: str, value: int, limit: int) -> None:

@@ -70,7 +70,7 @@ class Document(_message.Message):
     def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation", "documents_order", "top_logprobs", "max_kl", "recompute")
+    __slots__ = ("input", "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "n", "reuse", "speculation", "documents_order", "top_logprobs", "max_kl", "recompute", "json_schema")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class GenerateRequest(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_KL_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     input: Input
     model: str
     max_tokens: int
@@ -124,7 +125,8 @@ class GenerateRequest(_message.Message):
     top_logprobs: int
     max_kl: float
     recompute: float
-    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ..., documents_order: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., max_kl: _Optional[float] = ..., recompute: _Optional[float] = ...) -> None: ...
+    json_schema: str
+    def __init__(self, input: _Optional[_Union[Input, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., reuse: _Optional[_Union[Reuse, str]] = ..., speculation: _Optional[str] = ..., documents_order: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., max_kl: _Optional[float] = ..., recompute: _Optional[float] = ..., json_schema: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("id", "model", "choices", "usage")

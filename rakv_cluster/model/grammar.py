@@ -1,0 +1,107 @@
+"""Grammars as part of the token rule: which tokens may stand next.
+
+The library (llguidance) compiles a JSON Schema once per request and then says for any state which
+ids keep the text on a path that can be completed. The mask is a function of the grammar and the
+tokens in front, so it changes nothing about the rule: batch, cache and drafts still cannot change
+a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from rakv_cluster.errors import InvalidRequest
+
+_LONGEST_BYTES = 64 * 1024
+
+
+class TokenMask(Protocol):
+    """Forbids tokens, given those in front of them."""
+
+    def accept(self, token_id: int) -> None:
+        """A token was emitted."""
+        ...
+
+    def forbid(self, row: torch.Tensor, pending: Sequence[int]) -> None:
+        """Set scores ``[V]`` of forbidden tokens to -inf, in place, as if ``pending`` had been
+        accepted. Behind pending tokens that are themselves forbidden the row cannot count: it
+        stays as it is."""
+        ...
+
+
+class Grammars(Protocol):
+    """Makes masks for one vocabulary."""
+
+    def __call__(self, grammar: str) -> TokenMask:
+        """The mask of a grammar from :func:`schema_grammar`, at its start."""
+        ...
+
+
+def no_grammars(grammar: str) -> TokenMask:
+    """:class:`Grammars` of an engine that has no tokenizer."""
+    raise InvalidRequest("this engine knows no grammars", field="response_format")
+
+
+def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
+    """The grammar of JSON texts that ``schema`` allows.
+
+    Raises :class:`InvalidRequest` naming ``field`` for what is no JSON Schema, uses keywords that
+    cannot be enforced, or is larger than 64 KiB.
+    """
+    text = json.dumps(schema)
+    if len(text) > _LONGEST_BYTES:
+        raise InvalidRequest(f"the schema has more than {_LONGEST_BYTES} bytes", field=field)
+    try:
+        # Free white space is an invitation to small models never to end.
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        problem = LLMatcher.validate_grammar(grammar, None)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise InvalidRequest(f"the schema cannot be enforced: {problem[:300]}", field=field)
+    return str(grammar)
+
+
+class TokenizerGrammars:
+    """:class:`Grammars` of one tokenizer. Making it takes some 0.3 s; safe to share."""
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer = LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
+        )
+
+    def __call__(self, grammar: str) -> TokenMask:
+        matcher = LLMatcher(self._tokenizer, grammar)
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"the schema cannot be enforced: {matcher.get_error()[:300]}",
+                field="response_format",
+            )
+        return _GrammarMask(matcher)
+
+
+class _GrammarMask:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise ValueError(f"token {token_id} is not what the grammar allows")
+
+    def forbid(self, row: torch.Tensor, pending: Sequence[int]) -> None:
+        ahead = self._matcher.try_consume_tokens(list(pending)) if pending else 0
+        if ahead == len(pending):
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: len(row)].astype(bool)
+            row.masked_fill_(torch.from_numpy(~allowed).to(row.device), float("-inf"))
+        self._matcher.rollback(ahead)
