@@ -91,6 +91,10 @@ class Settings(BaseModel):
     port: int = Field(8000, ge=1, le=65535, description="port the HTTP server binds")
     grpc_host: str = Field("127.0.0.1", description="address the gRPC server binds")
     grpc_port: int = Field(0, ge=0, le=65535, description="port of the gRPC server; 0: none")
+    tls_cert_file: Path = Field(
+        Path(), description="PEM certificate chain: both servers then speak TLS alone"
+    )
+    tls_key_file: Path = Field(Path(), description="PEM private key of tls_cert_file")
     api_keys_file: Path = Field(
         Path(), description="file of API keys (see `rakv key`), read again when it changes"
     )
@@ -174,7 +178,7 @@ class Settings(BaseModel):
     )
     start_timeout_s: Seconds = Field(600.0, description="longest time to load and become ready")
 
-    @field_validator("api_keys_file")
+    @field_validator("api_keys_file", "tls_cert_file", "tls_key_file")
     @classmethod
     def _absolute(cls, path: Path) -> Path:
         # The process that reads it may have been started in another folder.
@@ -188,6 +192,8 @@ class Settings(BaseModel):
             raise ValueError("max_replicas is smaller than replicas")
         if self.api_keys_file != Path() and self.api_keys.get_secret_value():
             raise ValueError("api_keys and api_keys_file are both set; choose one")
+        if (self.tls_cert_file == Path()) != (self.tls_key_file == Path()):
+            raise ValueError("tls_cert_file and tls_key_file need each other")
         for host in (self.host, self.grpc_host):
             if not self.has_api_keys and not is_loopback(host):
                 raise ValueError(
@@ -206,6 +212,11 @@ class Settings(BaseModel):
         """The store's folder, defaults applied."""
         chosen = self.store_dir.expanduser()
         return chosen if chosen != Path() else self.cache_path / "store"
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether the servers speak TLS."""
+        return self.tls_cert_file != Path()
 
     @property
     def has_api_keys(self) -> bool:

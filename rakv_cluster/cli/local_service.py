@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -35,11 +36,17 @@ class LocalService:
 
 @contextlib.contextmanager
 def local_service(
-    flags: Mapping[str, str], *, log: Path, clock: Clock, ready_timeout_s: float = 600.0
+    flags: Mapping[str, str],
+    *,
+    log: Path,
+    clock: Clock,
+    ready_timeout_s: float = 600.0,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[LocalService]:
     """Run ``rakv serve`` with ``flags`` on a free loopback port for the length of a ``with``.
 
-    Yields once ``/readyz`` answers 200; stops the process it started, and nothing else, on exit.
+    ``tls``: what to trust, where the flags make it speak TLS. Yields once ``/readyz`` answers 200;
+    stops the process it started, and nothing else, on exit.
     Raises :class:`Unavailable`, with the end of the log, if the service does not become ready.
     """
     port = free_port()
@@ -50,9 +57,10 @@ def local_service(
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
-    service = LocalService(f"http://127.0.0.1:{port}", process.pid, log)
+    scheme = "http" if tls is None else "https"
+    service = LocalService(f"{scheme}://127.0.0.1:{port}", process.pid, log)
     try:
-        _wait_until_ready(service, process, clock, ready_timeout_s)
+        _wait_until_ready(service, process, clock, ready_timeout_s, tls)
         yield service
     finally:
         _stop(process)
@@ -74,12 +82,20 @@ def free_port() -> int:
 
 
 def _wait_until_ready(
-    service: LocalService, process: subprocess.Popen[bytes], clock: Clock, timeout_s: float
+    service: LocalService,
+    process: subprocess.Popen[bytes],
+    clock: Clock,
+    timeout_s: float,
+    tls: ssl.SSLContext | None,
 ) -> None:
+    trusted = ssl.create_default_context() if tls is None else tls
     deadline_s = clock.monotonic_s() + timeout_s
     while clock.monotonic_s() < deadline_s:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{service.base_url}/readyz", timeout=5).status_code == 200:
+            if (
+                httpx.get(f"{service.base_url}/readyz", timeout=5, verify=trusted).status_code
+                == 200
+            ):
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(POLL_S)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rakv_cluster.config import Settings, load_settings
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.serving.auth import configured_keys
+from rakv_cluster.serving.tls import tls_files
 
 if TYPE_CHECKING:
     from rakv_cluster.serving.app import Running
@@ -75,6 +76,8 @@ def serve(
 
     # What can fail fast does so here: a wrong model name must not cost a start of Ray.
     configured_keys(chosen)
+    if chosen.has_tls:
+        tls_files(chosen)
     check_model(resolve(chosen.model, chosen.cache_path), device=chosen.device)
     _check_port(chosen.host, chosen.port, "port")
     if chosen.grpc_port:

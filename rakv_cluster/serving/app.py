@@ -28,6 +28,7 @@ from ray.serve.config import (
 from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
 from rakv_cluster.serving.ingress import Ingress
 from rakv_cluster.serving.stores import cluster_store_settings, damage_notices, disk_problem
+from rakv_cluster.serving.tls import tls_files
 from rakv_cluster.serving.worker import Worker
 
 APP_NAME = "rakv"
@@ -137,7 +138,7 @@ def running(settings: Settings, *, on_ray: Callable[[], None] = lambda: None) ->
         on_ray()
         with _shards(settings), _application(settings):
             yield Running(
-                f"http://{_bracketed(settings.host)}:{settings.port}",
+                f"{'https' if settings.has_tls else 'http'}://{_bracketed(settings.host)}:{settings.port}",
                 ray.util.get_node_ip_address(),
                 (*notices, *damage_notices(_figures(), settings.store_path)),
             )
@@ -163,7 +164,7 @@ def _shards(settings: Settings) -> Iterator[None]:
 def _application(settings: Settings) -> Iterator[None]:
     serve.start(
         proxy_location="HeadOnly",
-        http_options=HTTPOptions(host=settings.host, port=settings.port),
+        http_options=_http_options(settings),
         logging_config={"enable_access_log": False},
     )
     try:
@@ -174,6 +175,19 @@ def _application(settings: Settings) -> Iterator[None]:
         yield
     finally:
         serve.shutdown()
+
+
+def _http_options(settings: Settings) -> HTTPOptions:
+    """Raises :class:`ConfigError` for TLS files that do not belong together."""
+    if not settings.has_tls:
+        return HTTPOptions(host=settings.host, port=settings.port)
+    tls_files(settings)
+    return HTTPOptions(
+        host=settings.host,
+        port=settings.port,
+        ssl_certfile=str(settings.tls_cert_file),
+        ssl_keyfile=str(settings.tls_key_file),
+    )
 
 
 def _figures() -> dict[str, float]:

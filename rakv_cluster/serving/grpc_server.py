@@ -5,6 +5,7 @@ Its own server instead of Serve's gRPC proxy, which binds every address and answ
 
 from __future__ import annotations
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
@@ -14,6 +15,7 @@ from rakv_cluster.config import Settings
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.rpc.calls import SERVICES
 from rakv_cluster.serving.grpc_service import GrpcSurface
+from rakv_cluster.serving.tls import tls_files
 
 _CALLS_AT_ONCE = 1024
 _GRACE_S = 5.0
@@ -53,7 +55,7 @@ class GrpcServer:
         reflection.enable_server_reflection([*shown, reflection.SERVICE_NAME], server)
         address = f"{_bracketed(settings.grpc_host)}:{port}"
         try:
-            bound = server.add_insecure_port(address)
+            bound = _bind(server, address, settings)
         except RuntimeError as error:
             raise ConfigError(f"cannot bind {address} for gRPC", field="grpc_port") from error
         await server.start()
@@ -63,6 +65,13 @@ class GrpcServer:
         """Say so to health checks, take no new calls, give running ones a few seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(_GRACE_S)
+
+
+def _bind(server: grpc.aio.Server, address: str, settings: Settings) -> int:
+    if not settings.has_tls:
+        return server.add_insecure_port(address)
+    credentials = grpc.ssl_server_credentials([tls_files(settings)])
+    return server.add_secure_port(address, credentials)
 
 
 def _bracketed(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,17 @@ _START_TIMEOUT_S = 240.0
 
 
 @contextmanager
-def served(flags: Mapping[str, str], log: Path) -> Iterator[LocalService]:
-    """Run ``rakv serve`` with ``flags`` until the context ends.
+def served(
+    flags: Mapping[str, str], log: Path, tls: ssl.SSLContext | None = None
+) -> Iterator[LocalService]:
+    """Run ``rakv serve`` with ``flags`` until the context ends; ``tls`` as in ``local_service``.
 
     Raises ``AssertionError`` if it then does not end in order or leaves a process behind.
     """
     clock = SystemClock()
-    with local_service(flags, log=log, clock=clock, ready_timeout_s=_START_TIMEOUT_S) as service:
+    with local_service(
+        flags, log=log, clock=clock, ready_timeout_s=_START_TIMEOUT_S, tls=tls
+    ) as service:
         # It answers a moment before it has said all there is to say about its start.
         eventually(lambda: "ready on" in log.read_text(), "rakv serve says that it is ready")
         yield service
