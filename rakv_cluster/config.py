@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from rakv_cluster.errors import ConfigError
+from rakv_cluster.logs import LogFormat
 from rakv_cluster.types import ReuseMode
 
 if sys.version_info >= (3, 11):
@@ -166,6 +167,10 @@ class Settings(BaseModel):
     step_token_budget: Count = Field(512, description="tokens of one engine step")
     max_running: Count = Field(8, description="requests a replica works on at once")
     max_waiting: Count = Field(64, description="requests a replica queues; more get 429")
+
+    log_format: LogFormat = Field(
+        "text", description="json: a line per request and event, on the processes' standard error"
+    )
 
     request_timeout_s: Seconds = Field(600.0, description="longest time for one request")
     body_limit_bytes: Bytes = Field(ByteSize(8 * MIB), description="largest HTTP request body")

@@ -28,6 +28,7 @@ class EngineRequest:
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
     and what sort of work it is. ``grammar``: what the output must follow, from
     :func:`~rakv_cluster.model.grammar.schema_grammar`; empty: nothing.
+    ``trace_id`` is the id under which logs speak of it.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class EngineRequest:
     endpoint: str = ""
     speculation: SpeculationMode = "auto"
     grammar: str = ""
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

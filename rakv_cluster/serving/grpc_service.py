@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc.aio import ServicerContext
 
 from rakv_cluster.errors import InvalidRequest, RakvError
+from rakv_cluster.logs import HEADER, begin_request
 from rakv_cluster.rpc.calls import Method, methods
 from rakv_cluster.rpc.status import DETAILS_KEY, details_of, status_code
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
@@ -168,6 +169,7 @@ def _unary_handler(
     method: Method, implementation: _Unary, gate: Gate
 ) -> grpc.RpcMethodHandler[Any, Any]:
     async def call(raw: bytes, context: _Context) -> bytes:
+        await _begin(context)
         try:
             caller = await gate.authenticate(_key(context))
             with gate.admit(caller):
@@ -186,6 +188,7 @@ def _streaming_handler(
     method: Method, implementation: _Streaming, gate: Gate
 ) -> grpc.RpcMethodHandler[Any, Any]:
     async def call(raw: bytes, context: _Context) -> AsyncIterator[bytes]:
+        await _begin(context)
         try:
             caller = await gate.authenticate(_key(context))
             with gate.admit(caller):
@@ -201,10 +204,21 @@ def _streaming_handler(
     return grpc.unary_stream_rpc_method_handler(call)
 
 
+async def _begin(context: _Context) -> None:
+    """Give the call its id, and tell the client."""
+    request_id = begin_request(_metadata(context, HEADER))
+    await context.send_initial_metadata(((HEADER, request_id),))
+
+
 def _key(context: _Context) -> str:
+    return bearer(_metadata(context, "authorization"))
+
+
+def _metadata(context: _Context, wanted: str) -> str:
+    """The first text under this name; empty if there is none."""
     for name, value in context.invocation_metadata() or ():
-        if name == "authorization" and isinstance(value, str):
-            return bearer(value)
+        if name == wanted and isinstance(value, str):
+            return value
     return ""
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rakv_cluster.errors import RakvError
+from rakv_cluster.logs import HEADER, begin_request
 from rakv_cluster.serving.auth import Caller, Gate, bearer
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -38,6 +39,8 @@ class Access:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        request_id = begin_request(Headers(scope=scope).get(HEADER, ""))
+        send = _with_header(send, HEADER, request_id)
         try:
             caller = await self._gate.authenticate(
                 bearer(Headers(scope=scope).get("authorization", ""))
@@ -53,6 +56,17 @@ class Access:
         except RakvError as error:
             # The application answers its own errors: this one was raised here, before it began.
             await self._error_response(error)(scope, receive, send)
+
+
+def _with_header(send: Send, name: str, value: str) -> Send:
+    """``send`` that adds a header to the response."""
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[name] = value
+        await send(message)
+
+    return adding
 
 
 def caller_of(request: Request) -> Caller:

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.config import Settings
+from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.routing.directory_follower import follow_directory
@@ -38,6 +39,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor that is a coroutine
         self, settings: Settings, worker: DeploymentHandle
     ) -> None:
+        configure_logs(settings.log_format)
         clock = SystemClock()
         self._metrics = ServiceMetrics()
         holders = await asyncio.to_thread(_follow_directory, settings, clock)

@@ -12,9 +12,10 @@ from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.engine import Engine
-from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import ConfigError, Unavailable
+from rakv_cluster.logs import REQUEST_ID, fields
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.grammar import TokenizerGrammars
 from rakv_cluster.model.loader import LoadedModel
@@ -38,9 +39,7 @@ from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
-from rakv_cluster.types import ReuseMode
-
-log = logging.getLogger(__name__)
+from rakv_cluster.types import FinishReason, ReuseMode
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +109,7 @@ class Replica:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Events of one request; closing the generator cancels it within one step."""
+        REQUEST_ID.set(request.trace_id)
         bridge = EventBridge(asyncio.get_running_loop())
         self._engine.submit(request, bridge)
         try:
@@ -117,6 +117,7 @@ class Replica:
                 async for event in events:
                     if event.finish is not None and event.stats is not None:
                         self._reporter.ended(request, event.stats)
+                        _log_end(request, event.finish, event.stats)
                     yield event
         finally:
             self._engine.cancel(request.request_id)
@@ -160,6 +161,21 @@ class Replica:
             save_costs(self._costs_path, self._costs, self._speculator.table)
         except OSError:
             log.warning("step costs cannot be kept in %s", self._costs_path, exc_info=True)
+
+
+def _log_end(request: EngineRequest, finish: FinishReason, stats: RequestStats) -> None:
+    log.info(
+        "generated",
+        extra=fields(
+            id=request.request_id,
+            tenant=request.tenant,
+            finish=finish.value,
+            ram_tokens=stats.ram_tokens,
+            disk_tokens=stats.disk_tokens,
+            computed_tokens=stats.computed_tokens,
+            output_tokens=stats.output_tokens,
+        ),
+    )
 
 
 def engine_settings(settings: Settings) -> EngineSettings:

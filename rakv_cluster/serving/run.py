@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rakv_cluster.errors import RakvError
+from rakv_cluster.logs import fields
 from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.openai_format import Totals
 from rakv_cluster.serving.service import Prepared, Service
 from rakv_cluster.telemetry import ServiceMetrics
+
+log = logging.getLogger("rakv.requests")
 
 
 class Run:
@@ -67,7 +71,25 @@ class Run:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(self._endpoint, status).inc()
             output_tokens = sum(totals.output_tokens.values())
+            self._log(status, output_tokens)
             self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
             self._metrics.output_tokens.inc(output_tokens)
             for source, count in totals.sources().items():
                 self._metrics.prompt_tokens.labels(source).inc(count)
+
+    def _log(self, status: str, output_tokens: int) -> None:
+        totals = self.totals
+        log.info(
+            "request",
+            extra=fields(
+                id=self.prepared.id,
+                tenant=self._caller.tenant,
+                endpoint=self._endpoint,
+                status=status,
+                prompt_tokens=totals.prompt_tokens,
+                cached_tokens=totals.stats.cached_tokens,
+                output_tokens=output_tokens,
+                ttft_ms=round(totals.ttft_ms, 2),
+                total_ms=round(self.elapsed_ms(), 2),
+            ),
+        )

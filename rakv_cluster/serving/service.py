@@ -17,6 +17,7 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from rakv_cluster.logs import REQUEST_ID
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.grammar import schema_grammar
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
@@ -127,6 +128,7 @@ class Service:
                     endpoint="chat" if isinstance(request, ChatRequest) else "completions",
                     speculation=request.speculation or self.settings.default_speculation,
                     grammar=grammar,
+                    trace_id=REQUEST_ID.get(),
                 ),
                 tuple(request.stop),
             )

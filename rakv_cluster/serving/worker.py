@@ -10,6 +10,7 @@ from typing import Any
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import LoadedModel, load_model
@@ -30,6 +31,7 @@ class Worker:
     """One model, one store, one engine thread."""
 
     def __init__(self, settings: Settings) -> None:
+        configure_logs(settings.log_format)
         clock = SystemClock()
         model = _load(settings.model, settings)
         draft = _load(settings.draft_model, settings) if settings.draft_model else None

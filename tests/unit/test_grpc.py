@@ -29,6 +29,7 @@ from rakv_cluster.client.grpc import GrpcClient
 from rakv_cluster.client.retries import NO_RETRIES
 from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
+from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -177,6 +178,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def _nameless(request: EngineRequest) -> EngineRequest:
+    return replace(request, request_id="", trace_id="")
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> None:
     messages = [Message("system", "s"), Message("user", "u"), Message("assistant", "a"),
@@ -206,7 +211,7 @@ def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> N
     assert answers[0].sources == answers[1].sources
     assert [m.text for m in more] == [more[0].text] * 2
     for over_http, over_grpc in zip(backends[0].requests, backends[1].requests, strict=True):
-        assert replace(over_http, request_id="") == replace(over_grpc, request_id="")
+        assert _nameless(over_http) == _nameless(over_grpc)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import rakv_cluster
 
 PACKAGE = Path(rakv_cluster.__file__).parent
 ORDER = [
-    "errors", "types", "clock", "config", "telemetry", "rpc",
+    "errors", "types", "clock", "logs", "config", "telemetry", "rpc",
     "chunking", "kv", "store", "model", "reuse", "speculation", "engine",
     "cluster", "routing", "serving", "client", "batch", "cli", "testing",
 ]  # fmt: skip
