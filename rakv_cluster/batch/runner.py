@@ -38,7 +38,7 @@ async def run_rows(
 
     async def work() -> None:
         for index in waiting:
-            result = await _result(index, ask)
+            result = await row_result(index, ask)
             journal.add(result)
             on_result(result)
 
@@ -51,7 +51,8 @@ async def run_rows(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _result(index: int, ask: Ask) -> RowResult:
+async def row_result(index: int, ask: Ask) -> RowResult:
+    """What became of one row; raises what is not the row's fault."""
     try:
         answer = await ask(index)
     except _NOT_THE_ROWS_FAULT:

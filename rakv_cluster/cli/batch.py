@@ -7,12 +7,13 @@ Exit codes: 0 all rows answered; 1 finished, but rows have errors; 2 the job can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,16 +26,52 @@ from rakv_cluster.batch.runner import run_rows
 from rakv_cluster.client import Answer, AsyncClient, Document, Message, Options, RetryPolicy
 from rakv_cluster.client.transport import DEFAULT_URL
 from rakv_cluster.clock import Clock, SystemClock
+from rakv_cluster.config import load_settings, nearest
 from rakv_cluster.errors import ConfigError, RakvError
 
 app = typer.Typer(no_args_is_help=True, help="Many prompts over a folder of documents.")
 
 ROW_ERRORS, STOPPED, INTERRUPTED = 1, 3, 130
+_NOT_IN_JOBS = frozenset({"_job", "help", "api_key", "dry_run", "resume"})
+_PATHS = frozenset({"docs", "prompts", "out"})
 _PATIENT = RetryPolicy(attempts=20, max_s=60.0)
+
+
+_Chat = Callable[[Sequence[Message], Sequence[Document]], Awaitable[Answer]]
+
+
+def _read_job(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a file's entries stand for options that are not given; paths in it are relative to it."""
+    if path is None:
+        return None
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"job {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"job {path} must be a mapping of option names to values")
+    known = {str(parameter.name): parameter for parameter in context.command.params}
+    given: dict[str, object] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known or name in _NOT_IN_JOBS:
+            raise ConfigError(f"job {path}: unknown option '{key}'{nearest(name, known)}")
+        given[name] = str(path.parent / str(value)) if name in _PATHS else value
+    context.default_map = given
+    return path
 
 
 @app.command()
 def run(
+    _job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.yaml",
+            callback=_read_job,
+            is_eager=True,
+            help="A file with these options by name; what is given here besides wins.",
+        ),
+    ] = None,
     *,
     prompts: Annotated[
         Path, typer.Option(help="A prompt per line, or .jsonl with prompt, id, documents.")
@@ -44,6 +81,12 @@ def run(
         Path | None, typer.Option(help="Folder of text, Markdown, code, HTML, PDF.")
     ] = None,
     url: Annotated[str, typer.Option(help="Where the service answers.")] = DEFAULT_URL,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process", help="Load the model here (settings from RAKV_...); no service."
+        ),
+    ] = False,
     api_key: Annotated[
         str, typer.Option(envvar="RAKV_API_KEY", help="Where the service asks for one.")
     ] = "",
@@ -75,7 +118,7 @@ def run(
     _show_plan(console, job, planned, documents)
     if dry_run:
         return
-    target = Target(url, api_key, options, window)
+    target = Target("" if in_process else url, api_key, options, window)
     with _journal(job, out, resume=resume) as journal:
         again = journal.failed if retry_errors else frozenset()
         todo = [index for index in planned.order if index not in journal or index in again]
@@ -97,7 +140,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The service and how it is asked."""
+    """The service and how it is asked; without ``url`` an engine in this process."""
 
     url: str
     api_key: str
@@ -117,17 +160,26 @@ async def _ask_all(
     job: Job, todo: Sequence[int], journal: Journal, target: Target, progress: _Progress
 ) -> None:
     front = [Message("system", job.system)] if job.system else []
-    async with AsyncClient(target.url, api_key=target.api_key, retries=_PATIENT) as client:
 
+    async def run(chat: _Chat, window: int) -> None:
         async def ask(index: int) -> Answer:
             row = job.rows[index]
-            return await client.chat(
-                [*front, Message("user", row.question)],
-                documents=[Document(job.documents[name], name) for name in row.documents],
-                **target.options,
-            )
+            documents = [Document(job.documents[name], name) for name in row.documents]
+            return await chat([*front, Message("user", row.question)], documents)
 
-        await run_rows(todo, ask, journal, window=target.window, on_result=progress.add)
+        await run_rows(todo, ask, journal, window=window, on_result=progress.add)
+
+    if target.url:
+        async with AsyncClient(target.url, api_key=target.api_key, retries=_PATIENT) as client:
+            await run(lambda m, d: client.chat(m, documents=d, **target.options), target.window)
+        return
+    # Imported late: few batches load a model.
+    from rakv_cluster.batch.local_engine import local_engine  # noqa: PLC0415
+
+    settings = load_settings()
+    window = min(target.window, settings.max_running + settings.max_waiting)
+    async with local_engine(settings, SystemClock()) as engine:
+        await run(lambda m, d: engine.chat(m, d, target.options), window)
 
 
 class _Progress:

@@ -397,3 +397,44 @@ def test_a_refused_key_stops_the_job_with_exit_code_3(tmp_path: Path) -> None:
     assert "no API key" in stopped.output
     assert not (tmp_path / "o.jsonl").exists()
     assert (tmp_path / "o.jsonl.journal").exists()
+
+
+def test_a_job_file_holds_the_options_and_the_command_line_wins(url: str, tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?\nTwo?")
+    job = tmp_path / "JOB.yaml"
+    job.write_text(
+        "docs: docs\nprompts: p.txt\nout: from_job.jsonl\ntemplate: 'Say: $prompt'\n"
+        f"window: 2\nmax-tokens: 3\nurl: {url}\n"
+    )
+
+    plain = CliRunner().invoke(app, ["batch", "run", str(job)])
+    out = tmp_path / "given.jsonl"
+    given = CliRunner().invoke(app, ["batch", "run", str(job), "--out", str(out), "--window", "1"])
+
+    assert plain.exit_code == given.exit_code == 0, plain.output + given.output
+    written = (tmp_path / "from_job.jsonl").read_text()
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert [row["question"] for row in rows] == ["Say: One?"] * 2 + ["Say: Two?"] * 2
+    assert {row["output_tokens"] for row in rows} == {3}
+    assert out.read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prompt: p.txt", "unknown option 'prompt'; did you mean 'prompts'?"),
+        ("api_key: secret", "unknown option 'api_key'"),
+        ("- a list", "must be a mapping"),
+        ("{", "cannot be read"),
+        ("prompts: p.txt\nout: o.jsonl\nwindow: many", "window"),
+    ],
+)
+def test_a_job_file_with_a_mistake_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    job = tmp_path / "JOB.yaml"
+    job.write_text(content)
+
+    done = CliRunner().invoke(app, ["batch", "run", str(job)], env={"COLUMNS": "200"})
+
+    assert done.exit_code == 2
+    assert words in done.output
