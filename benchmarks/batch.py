@@ -34,7 +34,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 
 CLOCK = SystemClock()
-DOCUMENT_TOKENS, QUESTIONS, MAX_TOKENS, WINDOW = 450, 5, 8, 8
+DOCUMENT_TOKENS, QUESTIONS, MAX_TOKENS, WINDOW = 300, 5, 4, 8
 SMOLLM2_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 BOUNDS = {"over no cache": 2.5, "over input order with cache": 1.3}
 
