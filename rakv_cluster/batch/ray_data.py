@@ -26,7 +26,7 @@ from rakv_cluster.client.transport import DEFAULT_URL
 
 Columns = dict[str, np.ndarray[Any, Any]]
 
-_PATIENT = RetryPolicy(attempts=20, max_s=60.0)
+PATIENT = RetryPolicy(attempts=20, max_s=60.0)
 
 
 class AskService:
@@ -46,11 +46,13 @@ class AskService:
         api_key: str = "",
         options: Options | None = None,
         window: int = 8,
+        retries: RetryPolicy = PATIENT,
     ) -> None:
         self._url = url
         self._api_key = api_key
         self._options: Options = options or {}
         self._window = window
+        self._retries = retries
 
     def __call__(self, batch: Mapping[str, np.ndarray[Any, Any]]) -> Columns:
         """The batch's columns and the answers'."""
@@ -68,7 +70,7 @@ class AskService:
 
     async def _ask_all(self, questions: list[str], texts: list[str]) -> list[RowResult]:
         window = asyncio.Semaphore(self._window)
-        async with AsyncClient(self._url, api_key=self._api_key, retries=_PATIENT) as client:
+        async with AsyncClient(self._url, api_key=self._api_key, retries=self._retries) as client:
 
             async def ask(index: int) -> Answer:
                 documents = [Document(texts[index])] if texts[index] else []

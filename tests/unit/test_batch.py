@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 from click.testing import Result
@@ -21,10 +22,12 @@ from rakv_cluster.batch.documents import load_documents
 from rakv_cluster.batch.html_text import html_to_text
 from rakv_cluster.batch.journal import Journal, RowResult
 from rakv_cluster.batch.output import write_results
+from rakv_cluster.batch.ray_data import AskService
 from rakv_cluster.batch.rows import Job, Row, read_rows
 from rakv_cluster.batch.runner import run_rows
 from rakv_cluster.cli.main import app
 from rakv_cluster.client import Answer
+from rakv_cluster.client.retries import NO_RETRIES
 from rakv_cluster.config import Settings
 from rakv_cluster.errors import ConfigError, InvalidRequest, RakvError, Unavailable
 from rakv_cluster.testing.clock import ManualClock
@@ -438,3 +441,27 @@ def test_a_job_file_with_a_mistake_is_refused(content: str, words: str, tmp_path
 
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_the_ray_data_class_keeps_rows_and_their_errors(url: str) -> None:
+    ask = AskService(url, options={"max_tokens": 3})
+
+    answered = ask(
+        {
+            "question": np.array(["One?", "The impossible?"], dtype=object),
+            "document": np.array(["A text.", None], dtype=object),
+            "label": np.array([7, 8]),
+        }
+    )
+
+    assert list(answered["text"]) == ["An ", ""]
+    assert list(answered["error"]) == ["", "the engine failed"]
+    assert list(answered["label"]) == [7, 8]
+    assert answered["prompt_tokens"][0] > answered["prompt_tokens"][1] == 0
+
+
+def test_the_ray_data_class_fails_a_batch_without_a_service() -> None:
+    ask = AskService("http://127.0.0.1:1", retries=NO_RETRIES)
+
+    with pytest.raises(Unavailable):
+        ask({"question": np.array(["One?"], dtype=object)})
