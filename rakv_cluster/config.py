@@ -177,6 +177,9 @@ class Settings(BaseModel):
     body_timeout_s: Seconds = Field(60.0, description="longest time for a request body to arrive")
     max_choices: Count = Field(16, description="largest `n`")
     max_documents: Count = Field(256, description="most documents in one request")
+    documents_budget_bytes: Bytes = Field(
+        ByteSize(64 * MIB), description="texts left under /v1/documents, per tenant"
+    )
     max_messages: Count = Field(1024, description="most messages in one request")
     default_max_tokens: Count = Field(
         512, description="output limit of requests that state none (the context's rest if shorter)"

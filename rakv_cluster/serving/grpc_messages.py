@@ -79,7 +79,10 @@ def prompt_request(message: generation.Input) -> GenerationRequest:
 
 
 def _with_input(message: generation.Input, fields: dict[str, Any]) -> GenerationRequest:
-    fields["documents"] = [{"id": d.id, "text": d.text} for d in message.documents]
+    fields["documents"] = [
+        {"id": d.id, "text": d.text} if d.text or not d.id else {"id": d.id}
+        for d in message.documents
+    ]
     if message.HasField("chat"):
         messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
         return validated(ChatRequest, fields | {"messages": messages})

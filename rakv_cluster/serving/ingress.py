@@ -21,6 +21,7 @@ from rakv_cluster.routing.locations import Holders
 from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.document_api import add_document_routes
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.handles import HandleBackend, nowhere
@@ -76,6 +77,7 @@ class Ingress:
         app = create_app(self._service, self._metrics)
         add_route_explanation(app, self._service, self._replicas)
         add_cache_routes(app, self._cache, self._service.settings)
+        add_document_routes(app, self._service, self._cache)
         return app
 
 

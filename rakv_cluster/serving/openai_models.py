@@ -65,6 +65,7 @@ def _one_prompt(value: object) -> str | tuple[int, ...]:
     raise ValueError("must be one text or one list of token ids, and not empty")
 
 
+LONGEST_DOCUMENT_ID = 512
 _TEXT_SCHEMA = {"type": "string", "minLength": 1}
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
@@ -101,10 +102,11 @@ class MessageIn(_Strict):
 
 
 class DocumentIn(_Strict):
-    """One document; ``id`` is shown to the model as its name."""
+    """One document; ``id`` is shown to the model as its name. Without ``text`` it is the one that
+    was left under this id (``/v1/documents``)."""
 
-    text: str = Field(min_length=1)
-    id: str = Field("", max_length=512)
+    text: str = Field("", min_length=1)
+    id: str = Field("", max_length=LONGEST_DOCUMENT_ID)
 
 
 class StreamOptions(_Strict):
@@ -321,6 +323,10 @@ def _known(kind: type[GenerationRequest], data: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_combinations(request: GenerationRequest) -> None:
+    for index, document in enumerate(request.documents):
+        if not document.text and not document.id:
+            field = f"documents.{index}.text"
+            raise InvalidRequest(f"missing field '{field}'", field=field)
     if request.min_tokens > (request.output_limit or request.min_tokens):
         raise InvalidRequest("min_tokens is larger than max_tokens", field="min_tokens")
     for name in ("max_kl", "recompute"):

@@ -22,9 +22,15 @@ from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.grammar import schema_grammar
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
+from rakv_cluster.serving.document_registry import DocumentRegistry
 from rakv_cluster.serving.documents import DocumentsOrder, Placed, SeenPrefixes, as_sent, reorder
 from rakv_cluster.serving.generation import Choice, Update, run_choices
-from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, GenerationRequest
+from rakv_cluster.serving.openai_models import (
+    ChatRequest,
+    CompletionRequest,
+    DocumentIn,
+    GenerationRequest,
+)
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
@@ -77,6 +83,7 @@ class Service:
         self.card = card
         self.clock = clock
         self.gate = Gate(settings, clock)
+        self.documents = DocumentRegistry(int(settings.documents_budget_bytes))
         self._renderer = renderer
         self._cuts = cuts
         self._seeds = seeds
@@ -99,6 +106,7 @@ class Service:
         started_s = self.clock.monotonic_s()
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         self._check(request)
+        request = self._with_texts(request, caller)
         reuse = self._reuse(request)
         order, limit = _order(request, reuse), self.card.context_tokens
         asked = await self._asked(request, self.namespace(caller), order, limit_tokens=limit)
@@ -140,8 +148,24 @@ class Service:
     async def prompt(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> ChunkedPrompt:
         """A request's prompt alone, of any length; raises as :meth:`prepare` does."""
         self._check(request)
+        request = self._with_texts(request, caller)
         order = _order(request, self._reuse(request))
         return (await self._asked(request, self.namespace(caller), order)).prompt
+
+    def _with_texts(self, request: GenerationRequest, caller: Caller) -> GenerationRequest:
+        """The request with the texts of documents that it names by id alone."""
+        if all(document.text for document in request.documents):
+            return request
+        documents = [
+            document
+            if document.text
+            else DocumentIn(
+                id=document.id,
+                text=self.documents.get(caller.tenant, document.id, f"documents.{index}.id").text,
+            )
+            for index, document in enumerate(request.documents)
+        ]
+        return request.model_copy(update={"documents": documents})
 
     def check_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Raise :class:`InvalidRequest` for an id that the vocabulary does not have."""

@@ -24,6 +24,7 @@ from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
 from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.document_api import add_document_routes
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.route_api import add_route_explanation
 from rakv_cluster.telemetry import ServiceMetrics
@@ -49,7 +50,9 @@ def application() -> object:
     admin = StoreAdmin(shards, lambda: ["n0"], ManualClock())
     app = create_app(service, metrics)
     add_route_explanation(app, service, OneReplica())
-    add_cache_routes(app, CacheApi(service, metrics, admin), served)
+    cache = CacheApi(service, metrics, admin)
+    add_cache_routes(app, cache, served)
+    add_document_routes(app, service, cache)
     return app
 
 

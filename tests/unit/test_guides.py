@@ -16,6 +16,8 @@ from fastapi import FastAPI
 import rakv_cluster
 from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
+from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.document_api import add_document_routes
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.service import Service
 from rakv_cluster.telemetry import ServiceMetrics
@@ -53,11 +55,15 @@ def services() -> Iterator[Services]:
         backend = ScriptedBackend(lambda prompt: "An answer.")
         return scripted_service(backend, Settings(), ManualClock())
 
-    async def application() -> FastAPI:
-        return create_app(service(), ServiceMetrics())
-
     shards = SimulatedShards([], ManualClock(), np.random.default_rng(0))
     admin = StoreAdmin(shards, tuple, ManualClock())
+
+    async def application() -> FastAPI:
+        made, metrics = service(), ServiceMetrics()
+        app = create_app(made, metrics)
+        add_document_routes(app, made, CacheApi(made, metrics, admin))
+        return app
+
     with (
         http_server(application) as url,
         grpc_server(service, admin) as target,
