@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ def main() -> int:
     extra.add_argument("--tokens", type=int, default=200, help="of a document, about")
     extra.add_argument("--ttft-tokens", type=int, default=4000, help="of the timed prompt, about")
     extra.add_argument("--rounds", type=int, default=5, help="of the timed arms")
+    extra.add_argument("--budget-s", type=float, default=3600.0, help="no new case after this")
     extra.add_argument("--only", choices=["fidelity", "ttft"], help="one of the two parts")
     extra.add_argument("--threads", type=int, default=2)
     extra.add_argument("--png", type=Path, help="write a picture of fidelity against speed")
@@ -88,16 +90,25 @@ def main() -> int:
 
 
 def _fidelity(model: LoadedModel, names: argparse.Namespace, options: Options) -> Figures:
+    """Cases of all sources in turn, until there are enough or the time is up."""
     figures: Figures = {}
-    characters = names.tokens * CHARACTERS_PER_TOKEN
+    until_s = time.monotonic() + names.budget_s
     fractions = SHORT_FRACTIONS if options.short else FRACTIONS
-    for source, asked in sources(names.documents, characters).items():
-        cases = prompts(asked, names.cases, model.tokenizer, options.seed)
-        for index, prompt in enumerate(cases, start=1):
-            case = FidelityCase(model.runner, model.rotation, prompt, model.card.eos_token_ids)
+    found = sources(names.documents, names.tokens * CHARACTERS_PER_TOKEN)
+    cases = {
+        source: prompts(asked, names.cases, model.tokenizer, options.seed)
+        for source, asked in found.items()
+    }
+    for index in range(names.cases):
+        for source, given in cases.items():
+            if index >= len(given) or (time.monotonic() > until_s and figures):
+                continue
+            case = FidelityCase(
+                model.runner, model.rotation, given[index], model.card.eos_token_ids
+            )
             for key, measured in _measured(case, fractions).items():
                 figures.setdefault(key, []).append(measured)
-            print(f"{source}: {index} of {len(cases)}, {case.prompt_tokens} tokens", flush=True)
+            print(f"{source}: case {index + 1}, {case.prompt_tokens} tokens", flush=True)
     return figures
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SYSTEM = "You are a helpful assistant. Answer from the documents."
 _QUESTION = "Summarize what the documents say about {name}."
 _DOCUMENTS = 6
+_FEWEST_PROMPTS = 4
 _MODULES = (
     "argparse", "asyncio", "calendar", "codecs", "collections", "configparser", "copy", "csv",
     "datetime", "decimal", "difflib", "email", "fractions", "ftplib", "getopt", "heapq", "hmac",
@@ -45,7 +46,7 @@ def calibrate(
             "of Python's standard library.",
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=4, help="Prompts to measure.")] = 16,
+    prompts: Annotated[int, typer.Option(min=_FEWEST_PROMPTS, help="Prompts to measure.")] = 16,
     document_tokens: Annotated[
         int, typer.Option(min=16, help="About so many tokens in each of a prompt's 6 documents.")
     ] = 200,
@@ -62,7 +63,7 @@ def calibrate(
     # Imported late: the other commands must not wait for torch.
     from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
     from rakv_cluster.model.loader import load_model  # noqa: PLC0415
-    from rakv_cluster.reuse.calibrating import measure_curve  # noqa: PLC0415
+    from rakv_cluster.reuse.calibrating import measure_curves  # noqa: PLC0415
     from rakv_cluster.reuse.calibration import (  # noqa: PLC0415
         Calibration,
         calibration_path,
@@ -81,17 +82,16 @@ def calibrate(
         raise ConfigError(f"this model cannot blend: {loaded.rotation.refusal}")
     renderer = PromptRenderer(loaded.tokenizer)
     cases = _prompts(renderer, texts, prompts, document_tokens)
-    points = measure_curve(
-        loaded.runner,
-        loaded.rotation,
-        cases,
-        loaded.card.eos_token_ids,
-        progress=lambda done: console.print(f"{done} of {len(cases)} prompts", highlight=False),
-    )
     origin = str(texts) if texts else "standard library"
-    calibration = Calibration(loaded.card.model_id, len(cases), origin, points)
     path = calibration_path(settings.cache_path, loaded.card.digest)
-    save_calibration(calibration, path)
+    curves = measure_curves(loaded.runner, loaded.rotation, cases, loaded.card.eos_token_ids)
+    for done, points in enumerate(curves, start=1):
+        console.print(f"{done} of {len(cases)} prompts", highlight=False)
+        if done < _FEWEST_PROMPTS:
+            continue
+        # Kept as it grows: an interrupted run leaves what it measured.
+        calibration = Calibration(loaded.card.model_id, done, origin, points)
+        save_calibration(calibration, path)
     _show(console, calibration, path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ def shuffled_prompt(
     return FidelityPrompt(front, tuple(documents), question, orders[0], orders[1], answer)
 
 
-def measure_curve(
+def measure_curves(
     runner: Runner,
     rotation: KeyRotation,
     prompts: Sequence[FidelityPrompt],
@@ -68,16 +68,14 @@ def measure_curve(
     *,
     selector: Selector = sensitive_else_first,
     fractions: Sequence[float] = FRACTIONS,
-    progress: Callable[[int], object] = lambda _: None,
-) -> tuple[CurvePoint, ...]:
-    """One case per prompt, every fraction on it; ``progress`` is told how many are done."""
+) -> Iterator[tuple[CurvePoint, ...]]:
+    """One case per prompt, every fraction on it; after each, the curve of all so far."""
     measured: dict[float, list[Measured]] = {fraction: [] for fraction in fractions}
-    for done, prompt in enumerate(prompts, start=1):
+    for prompt in prompts:
         case = FidelityCase(runner, rotation, prompt, ends)
         for fraction in fractions:
             measured[fraction].append(case.measure(selector, fraction))
-        progress(done)
-    return curve(measured)
+        yield curve(measured)
 
 
 def curve(measured: Mapping[float, Sequence[Measured]]) -> tuple[CurvePoint, ...]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.runner import TransformersRunner
-from rakv_cluster.reuse.calibrating import measure_curve, shuffled_prompt
+from rakv_cluster.reuse.calibrating import measure_curves, shuffled_prompt
 from rakv_cluster.reuse.fidelity import REFERENCE_TOKENS, FidelityCase, FidelityPrompt
 from rakv_cluster.reuse.selection import everything, nothing
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
@@ -50,7 +50,7 @@ def test_a_curve_ends_in_nothing_lost(model: PreTrainedModel) -> None:
     runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
     rotation = key_rotation(model, runner)
 
-    points = measure_curve(
+    *_, points = measure_curves(
         runner, rotation, [prompt(seed) for seed in range(4)], frozenset(), fractions=(0.0, 1.0)
     )
 
