@@ -59,6 +59,15 @@ class Running:
         return ipaddress.ip_address(self.node_address).is_loopback
 
 
+def refuse_haproxy() -> None:
+    """Raise :class:`ConfigError` where Serve would go around the request router."""
+    if os.environ.get(_HAPROXY, "0") == "1":
+        raise ConfigError(
+            f"{_HAPROXY}=1: in HAProxy mode Serve goes around request routers and binds every "
+            "address; unset it"
+        )
+
+
 def build(settings: Settings) -> serve.Application:
     """The application: Ingress in front of ``settings.replicas`` Workers."""
     open_requests = settings.max_running + settings.max_waiting
@@ -118,11 +127,7 @@ def running(settings: Settings, *, on_ray: Callable[[], None] = lambda: None) ->
     signal handlers, since Ray installs its own. A store folder that cannot be used costs the disk
     tier only. Raises :class:`ConfigError` if it cannot start. Stops exactly what it started.
     """
-    if os.environ.get(_HAPROXY, "0") == "1":
-        raise ConfigError(
-            f"{_HAPROXY}=1: in HAProxy mode Serve goes around request routers and binds every "
-            "address; unset it"
-        )
+    refuse_haproxy()
     notices: tuple[str, ...] = ()
     if settings.store == "tiered" and (problem := disk_problem(settings.store_path)):
         notices = (f"serving without the disk tier, its folder cannot be used: {problem}",)
