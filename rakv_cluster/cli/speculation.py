@@ -33,7 +33,7 @@ def report(
         str, typer.Option(envvar="RAKV_API_KEY", help="Where the service asks for one (admin).")
     ] = "",
 ) -> None:
-    """Show one replica's measured costs, break-even and observed acceptance, and hindsight.
+    """Show each replica's measured costs, break-even and observed acceptance, and hindsight.
 
     Example: rakv speculation report
     """
@@ -45,52 +45,50 @@ def report(
         raise Unavailable(f"no answer from {url}: {error}") from error
     if answer.is_error:
         raise ConfigError(str(content.get("error", {}).get("message", answer.reason_phrase)))
-    named = {
-        name.removeprefix(_PREFIX): float(value)
-        for name, value in content["replica"].items()
-        if name.startswith(_PREFIX)
-    }
     console = Console(soft_wrap=True, highlight=False)
-    console.print(arm_table(named))
-    for line in summary(named):
-        console.print(line)
+    for replica, figures in content["replicas"].items():
+        named = {
+            name.removeprefix(_PREFIX): value
+            for name, value in figures.items()
+            if name.startswith(_PREFIX)
+        }
+        console.print(arm_table(replica, named))
+        for line in summary(named):
+            console.print(line)
 
 
-def arm_table(named: Mapping[str, float]) -> Table:
+def arm_table(replica: str, named: Mapping[str, Any]) -> Table:
     """One line per fixed number of drafts whose cost is known."""
-    table = Table(box=SIMPLE, title=f"plain step {named['base_ms']:.1f} ms")
+    plain_ms = named["plain_step_seconds"] * 1e3
+    table = Table(box=SIMPLE, title=f"replica {replica}: plain step {plain_ms:.1f} ms")
     for heading in ("drafts", "cost / plain step", "breaks even at", "tokens / step"):
         table.add_column(heading, justify="right")
-    arms = sorted(
-        int(name.split("_")[1])
-        for name in named
-        if name.startswith("arm_") and name.endswith("_cost_ratio")
-    )
-    for drafts in arms:
+    for drafts in sorted(named["cost_ratio"], key=int):
         ratio, needed, tokens = (
-            named[f"arm_{drafts}_{what}"]
-            for what in ("cost_ratio", "break_even_acceptance", "tokens_per_step")
+            named[what][drafts]
+            for what in ("cost_ratio", "break_even_acceptance_ratio", "tokens_per_step")
         )
-        table.add_row(str(drafts), f"{ratio:.2f}", f"{needed:.1%}", f"{tokens:.2f}")
+        table.add_row(drafts, f"{ratio:.2f}", f"{needed:.1%}", f"{tokens:.2f}")
     return table
 
 
-def summary(named: Mapping[str, float]) -> list[str]:
+def summary(named: Mapping[str, Any]) -> list[str]:
     """Observed acceptance, what was chosen, and how it compares with hindsight."""
-    places = sorted(int(name.rsplit("_", 1)[1]) for name in named if name.startswith("acceptance"))
-    observed = ", ".join(f"{named[f'acceptance_at_{place}']:.0%}" for place in places)
-    chosen = {
-        int(name.split("_")[2]): steps
-        for name, steps in named.items()
-        if name.startswith("steps_of_")
-    }
-    total = sum(chosen.values()) or 1.0
-    shares = ", ".join(f"{drafts}: {chosen[drafts] / total:.0%}" for drafts in sorted(chosen))
+    observed = ", ".join(
+        f"{rate:.0%}" for _, rate in sorted(named["acceptance_ratio"].items(), key=_number)
+    )
+    chosen = sorted(named["steps_total"].items(), key=_number)
+    total = sum(steps for _, steps in chosen) or 1.0
+    shares = ", ".join(f"{drafts}: {steps / total:.0%}" for drafts, steps in chosen)
     return [
         f"acceptance by place in the block, given those before: {observed}",
         f"steps by number of drafts: {shares or 'none yet'}",
-        f"time against never drafting: {named['overspend_share']:+.1%} (the ledger's)",
+        f"time against never drafting: {named['overspend_ratio']:+.1%} (the ledger's)",
         f"best fixed number in hindsight: {named['best_fixed_drafts']:.0f}; "
-        f"regret {named['regret']:+.1%}; decisions right for {named['decision_accuracy']:.0%} "
-        f"of {named['requests_total']:.0f} requests",
+        f"regret {named['regret_ratio']:+.1%}; decisions right for "
+        f"{named['right_decisions_ratio']:.0%} of {named['requests_total']:.0f} requests",
     ]
+
+
+def _number(item: tuple[str, float]) -> int:
+    return int(item[0])

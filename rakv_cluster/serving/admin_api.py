@@ -106,13 +106,13 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         responses=answered(described(shards_by_node={"type": "object"}, replica=NUMBERS)),
     )
     async def stats(request: Request) -> Response:
-        """Sizes and counters of every node's shard, and of one replica; admin scope."""
+        """Sizes and counters of every node's shard, figures of every replica; admin scope."""
         caller = caller_of(request)
         shards = await cache.shards(caller)
         return json_response(
             {
                 "shards_by_node": {node: asdict(shard) for node, shard in shards.items()},
-                "replica": dict(await cache.replica(caller)),
+                "replicas": await cache.replicas(caller),
             }
         )
 

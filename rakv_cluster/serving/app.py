@@ -30,6 +30,7 @@ from rakv_cluster.serving.ingress import Ingress
 from rakv_cluster.serving.stores import cluster_store_settings, damage_notices, disk_problem
 from rakv_cluster.serving.tls import tls_files
 from rakv_cluster.serving.worker import Worker
+from rakv_cluster.telemetry import Figures
 
 APP_NAME = "rakv"
 _INGRESS_REQUESTS = 1024
@@ -195,14 +196,14 @@ def _http_options(settings: Settings) -> HTTPOptions:
     )
 
 
-def _figures() -> dict[str, float]:
+def _figures() -> Figures:
     """One replica's figures; none if it does not answer soon."""
     worker = serve.get_deployment_handle("Worker", APP_NAME).options(method_name="stats")
     try:
-        figures: dict[str, float] = worker.remote().result(timeout_s=_FIGURES_TIMEOUT_S)
-        return figures
+        figures: dict[str, Figures] = worker.remote().result(timeout_s=_FIGURES_TIMEOUT_S)
     except TimeoutError:
         return {}
+    return next(iter(figures.values()))
 
 
 def _bracketed(host: str) -> str:

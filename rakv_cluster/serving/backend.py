@@ -19,7 +19,7 @@ from rakv_cluster.errors import (
     RequestRefused,
 )
 from rakv_cluster.model.card import ModelCard
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import FinishReason
 
 
@@ -38,8 +38,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def stats(self) -> dict[str, float]:
-        """Figures of one replica, by name."""
+    async def stats(self) -> dict[str, Figures]:
+        """Figures of every replica that answers, by its name."""
         ...
 
 
@@ -93,7 +93,7 @@ class Failover:
         """As the backend does."""
         return await self._backend.describe()
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         """As the backend does."""
         return await self._backend.stats()
 

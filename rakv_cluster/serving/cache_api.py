@@ -21,7 +21,7 @@ from rakv_cluster.serving.openai_models import GenerationRequest
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
 from rakv_cluster.store.base import StoreStats
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import Chunk
 
 ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -136,8 +136,8 @@ class CacheApi:
         caller.require_admin()
         return await _answered(self._admin.stats)
 
-    async def replica(self, caller: Caller) -> Mapping[str, float]:
-        """Figures of one replica; needs the admin scope."""
+    async def replicas(self, caller: Caller) -> Mapping[str, Figures]:
+        """Figures of every replica that answers, by its name; needs the admin scope."""
         caller.require_admin()
         return await self._service.backend.stats()
 

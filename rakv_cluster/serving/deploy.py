@@ -1,7 +1,7 @@
 """The application as Serve's own tools start it: ``serve run``, ``serve deploy``, KubeRay.
 
-``import_path: rakv_cluster.serving.deploy:application`` with settings as ``args``; deploy/serve.yaml
-is one such file, commented.
+``import_path: rakv_cluster.serving.deploy:application``, with settings as ``args``, as in the
+commented deploy/serve.yaml.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Requests become those of the HTTP surface, so that both have one meaning and one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,6 +26,7 @@ from rakv_cluster.serving.openai_models import (
     validated,
 )
 from rakv_cluster.store.base import StoreStats
+from rakv_cluster.telemetry import Figures
 from rakv_cluster.types import ReuseMode, TokenLogprob
 
 _OPTIONAL = (
@@ -188,3 +189,14 @@ def shard_stats(stats: StoreStats) -> cache.ShardStats:
         budget_bytes=stats.budget_bytes,
         counters=dict(stats.counters),
     )
+
+
+def one_replica(by_replica: Mapping[str, Figures]) -> dict[str, float]:
+    """The first replica's figures; those with a label as ``name.label``. Empty of none."""
+    flat: dict[str, float] = {}
+    for name, value in next(iter(by_replica.values()), {}).items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{label}": float(number) for label, number in value.items()}
+        else:
+            flat[name] = float(value)
+    return flat

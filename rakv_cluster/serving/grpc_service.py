@@ -154,7 +154,7 @@ class GrpcSurface:
         shards = await self._cache.shards(caller)
         return cache.StatsResponse(
             shards_by_node={node: messages.shard_stats(stats) for node, stats in shards.items()},
-            replica=await self._cache.replica(caller),
+            replica=messages.one_replica(await self._cache.replicas(caller)),
         )
 
     async def _run(self, request: generation.GenerateRequest, caller: Caller) -> Run:

@@ -21,7 +21,7 @@ from rakv_cluster.routing.locations import Holders
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import Decision
 from rakv_cluster.routing.ticket import RouteTicket
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import FinishReason
 
 _NATURAL_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -45,8 +45,8 @@ class HandleBackend:
         metrics: ServiceMetrics,
         holders: Callable[[Sequence[bytes]], Holders] = nowhere,
     ) -> None:
+        self._worker = worker
         self._describe = worker.options(method_name="describe")
-        self._stats = worker.options(method_name="stats")
         self._generate = worker.options(method_name="generate", stream=True)
         self._metrics = metrics
         self._holders = holders
@@ -57,10 +57,16 @@ class HandleBackend:
             card: ModelCard = await self._describe.remote()
             return card
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         with _translated():
-            figures: dict[str, float] = await self._stats.remote()
-            return figures
+            answers = await self._worker.broadcast("stats").results_async(return_exceptions=True)
+        # A replica that has just ended is no longer there to have figures.
+        return {
+            name: figures
+            for answer in answers
+            if not isinstance(answer, BaseException)
+            for name, figures in answer.items()
+        }
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         ticket = self._ticket(request)

@@ -13,9 +13,9 @@ from rakv_cluster.errors import RakvError
 from rakv_cluster.logs import HEADER, begin_request
 from rakv_cluster.serving.auth import Caller, Gate, bearer
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""Answer without a key: load balancers have none."""
-ADMIN_PATHS = frozenset({"/metrics"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/dashboard"})
+"""Answer without a key: load balancers have none, nor has a browser that opens an empty page."""
+ADMIN_PATHS = frozenset({"/metrics", "/dashboard/data"})
 """Show the use of all tenants together."""
 _COUNTED_METHOD = "POST"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -23,6 +24,7 @@ from rakv_cluster.errors import (
     Unavailable,
 )
 from rakv_cluster.serving import openai_format
+from rakv_cluster.serving.figures import FIGURES
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.http_access import Access, caller_of
 from rakv_cluster.serving.http_io import error_response, json_response, read_body
@@ -106,7 +108,7 @@ def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def render_metrics() -> Response:
-        await _read_replica(service, metrics)
+        await _read_replicas(service, metrics)
         return Response(metrics.render(), media_type=telemetry.CONTENT_TYPE)
 
     add_token_routes(app, service)
@@ -215,14 +217,12 @@ def _echo(request: GenerationRequest, token_bytes: TokenBytes) -> str:
     return prompt if isinstance(prompt, str) else token_bytes.text(prompt)
 
 
-async def _read_replica(service: Service, metrics: telemetry.ServiceMetrics) -> None:
-    """Refresh the replica's gauges; while none answers, the last figures stand."""
-    try:
+async def _read_replicas(service: Service, metrics: telemetry.ServiceMetrics) -> None:
+    """Ask all replicas; one that does not answer has no figures in this scrape."""
+    figures: Mapping[str, telemetry.Figures] = {}
+    with contextlib.suppress(asyncio.TimeoutError, RakvError):
         figures = await asyncio.wait_for(service.backend.stats(), _PROBE_TIMEOUT_S)
-    except (asyncio.TimeoutError, RakvError):
-        return
-    for name, value in figures.items():
-        metrics.replica.labels(name).set(value)
+    metrics.replicas.update(FIGURES, figures)
 
 
 def _handle_errors(app: FastAPI) -> None:

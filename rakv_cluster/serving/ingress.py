@@ -21,6 +21,7 @@ from rakv_cluster.routing.locations import Holders
 from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.dashboard import add_dashboard
 from rakv_cluster.serving.document_api import add_document_routes
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
@@ -42,7 +43,7 @@ class Ingress:
     ) -> None:
         configure_logs(settings.log_format)
         clock = SystemClock()
-        self._metrics = ServiceMetrics()
+        self._metrics = ServiceMetrics(serve.get_replica_context().replica_id.unique_id)
         holders = await asyncio.to_thread(_follow_directory, settings, clock)
         self._replicas = HandleBackend(worker, self._metrics, holders)
         backend = Failover(self._replicas, clock, self._metrics)
@@ -78,6 +79,7 @@ class Ingress:
         add_route_explanation(app, self._service, self._replicas)
         add_cache_routes(app, self._cache, self._service.settings)
         add_document_routes(app, self._service, self._cache)
+        add_dashboard(app, self._service, self._metrics, self._cache)
         return app
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
@@ -24,6 +23,7 @@ from rakv_cluster.reuse.calibration import calibration_path, load_calibration
 from rakv_cluster.reuse.flights import FlightLimits
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
+from rakv_cluster.serving.figures import replica_figures
 from rakv_cluster.serving.routing_report import RoutingReporter
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import (
@@ -34,11 +34,11 @@ from rakv_cluster.speculation.cost_model import (
 )
 from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT, DraftModel, check_vocabulary
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
-from rakv_cluster.speculation.report import figures
 from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
+from rakv_cluster.telemetry import Figures
 from rakv_cluster.types import FinishReason, ReuseMode
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _no_keys(count: int) -> Sequence[bytes]:
 
 
 class Replica:
-    """A :class:`~rakv_cluster.serving.backend.Backend` in this process.
+    """A :class:`~rakv_cluster.serving.backend.Backend` in this process, of one replica: ``name``.
 
     ``newest_keys`` names the keys in RAM, used last first: what routers are told is here.
     ``draft`` is a model that drafts for ``model`` and is expected to agree with it in a share of
@@ -69,7 +69,9 @@ class Replica:
         newest_keys: Callable[[int], Sequence[bytes]] = _no_keys,
         draft: LoadedModel | None = None,
         draft_agreement: float = UNKNOWN_AGREEMENT,
+        name: str = "local",
     ) -> None:
+        self._name = name
         self._card = model.card
         self._store = store
         self._costs = _identity(model)
@@ -126,23 +128,15 @@ class Replica:
         """What routers are told."""
         return self._reporter.report()
 
-    async def stats(self) -> dict[str, float]:
-        """Figures of engine and store, by name."""
-        engine = asdict(self._engine.stats())
-        counters = engine.pop("counters")
-        finished = counters.pop("finished")
-        store = self._store.stats()
-        drafting = self._speculator.report(context_tokens=_REPORTED_CONTEXT_TOKENS)
-        return {
-            **{f"engine_{name}": float(value) for name, value in engine.items()},
-            **{f"engine_{name}_total": float(value) for name, value in counters.items()},
-            **{f"engine_finished_{name}_total": float(n) for name, n in finished.items()},
-            **{f"speculation_{name}": value for name, value in figures(drafting).items()},
-            "store_records": float(store.records),
-            "store_bytes": float(store.stored_bytes),
-            "store_budget_bytes": float(store.budget_bytes),
-            **{f"store_{name}_total": float(value) for name, value in store.counters.items()},
-        }
+    async def stats(self) -> dict[str, Figures]:
+        """Its figures (:data:`~rakv_cluster.serving.figures.FIGURES`) under its name."""
+        figures = replica_figures(
+            self._engine.stats(),
+            self._store.stats(),
+            self._reporter.report(),
+            self._speculator.report(context_tokens=_REPORTED_CONTEXT_TOKENS),
+        )
+        return {self._name: figures}
 
     def check(self) -> None:
         """Raise :class:`Unavailable` unless the engine works."""

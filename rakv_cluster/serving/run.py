@@ -11,8 +11,9 @@ from rakv_cluster.logs import fields
 from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.serving.recent import RequestLine
 from rakv_cluster.serving.service import Prepared, Service
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import WARM_SHARE, ServiceMetrics
 
 log = logging.getLogger("rakv.requests")
 
@@ -59,9 +60,11 @@ class Run:
         try:
             async with aclosing(self._service.run(self.prepared)) as updates:
                 async for update in updates:
-                    if not totals.output_tokens:
-                        self._metrics.ttft_s.observe(self.elapsed_ms() / 1e3)
+                    first = not totals.output_tokens
                     totals.add(update, self.elapsed_ms())
+                    if first:
+                        cache = "warm" if self._warm() else "cold"
+                        self._metrics.ttft_s.labels(cache).observe(totals.ttft_ms / 1e3)
                     yield update
             status = "ok"
         except RakvError as error:
@@ -69,13 +72,38 @@ class Run:
             raise
         finally:
             self._metrics.in_flight.dec()
-            self._metrics.requests.labels(self._endpoint, status).inc()
-            output_tokens = sum(totals.output_tokens.values())
-            self._log(status, output_tokens)
-            self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
-            self._metrics.output_tokens.inc(output_tokens)
-            for source, count in totals.sources().items():
-                self._metrics.prompt_tokens.labels(source).inc(count)
+            self._account(status)
+
+    def _account(self, status: str) -> None:
+        """Count the request, which has ended so; book it; note it among the recent ones."""
+        totals, stats = self.totals, self.totals.stats
+        output_tokens = sum(totals.output_tokens.values())
+        self._metrics.requests.labels(self._endpoint, status).inc()
+        self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
+        self._metrics.output_tokens.inc(output_tokens)
+        for source, count in totals.sources().items():
+            self._metrics.prompt_tokens.labels(totals.reuse.value, source).inc(count)
+        self._log(status, output_tokens)
+        self._service.recent.add(
+            RequestLine(
+                id=self.prepared.id,
+                at_s=self._service.clock.wall_s(),
+                endpoint=self._endpoint,
+                status=status,
+                reuse=totals.reuse.value,
+                plan=totals.sources(),
+                output_tokens=output_tokens,
+                steps_by_drafts=stats.steps_by_drafts,
+                accepted_tokens=stats.accepted_tokens,
+                ttft_ms=totals.ttft_ms,
+                total_ms=self.elapsed_ms(),
+                warm=self._warm(),
+            )
+        )
+
+    def _warm(self) -> bool:
+        """Whether most of the prompt was reused, as far as is known."""
+        return self.totals.stats.cached_tokens >= WARM_SHARE * max(self.totals.prompt_tokens, 1)
 
     def _log(self, status: str, output_tokens: int) -> None:
         totals = self.totals

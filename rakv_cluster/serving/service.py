@@ -32,6 +32,7 @@ from rakv_cluster.serving.openai_models import (
     GenerationRequest,
 )
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
+from rakv_cluster.serving.recent import RecentRequests
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
 
@@ -84,6 +85,7 @@ class Service:
         self.clock = clock
         self.gate = Gate(settings, clock)
         self.documents = DocumentRegistry(int(settings.documents_budget_bytes))
+        self.recent = RecentRequests()
         self._renderer = renderer
         self._cuts = cuts
         self._seeds = seeds

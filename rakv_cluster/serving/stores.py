@@ -22,6 +22,7 @@ from rakv_cluster.store.lmdb_shard import ShardSettings
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.store.tiered import TieredStore
+from rakv_cluster.telemetry import Figures
 
 _PREDECESSOR_S = 5.0
 _POLL_S = 0.1
@@ -57,9 +58,10 @@ def disk_problem(folder: Path) -> str:
     return ""
 
 
-def damage_notices(figures: Mapping[str, float], folder: Path) -> tuple[str, ...]:
+def damage_notices(figures: Figures, folder: Path) -> tuple[str, ...]:
     """What a person should know about the store that a replica's ``figures`` tell of."""
-    if not figures.get("store_quarantines_total"):
+    events = figures.get("store_events_total")
+    if not isinstance(events, Mapping) or not events.get("quarantines"):
         return ()
     return (
         f"the store in {folder} was damaged: what was there is kept aside in its 'quarantine' "

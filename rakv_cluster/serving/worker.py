@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+from ray import serve
+
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
@@ -23,6 +25,7 @@ from rakv_cluster.serving.replica import Replica
 from rakv_cluster.serving.stores import open_store
 from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT
 from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.telemetry import Figures
 
 log = logging.getLogger("ray.serve")
 
@@ -49,6 +52,7 @@ class Worker:
             draft_agreement=known_agreement(
                 Path(resolve(settings.draft_model, settings.cache_path)), UNKNOWN_AGREEMENT
             ),
+            name=serve.get_replica_context().replica_id.unique_id,
         )
         log.info("replica ready: %s, %s", model.card.model_id, model.card.numeric_class)
 
@@ -82,7 +86,7 @@ class Worker:
         report = self._replica.routing_report()
         return {BACKLOG_MS: report.backlog_ms, OCCUPANCY: report.open_requests / report.slots}
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         """See :meth:`Replica.stats`."""
         return await self._replica.stats()
 

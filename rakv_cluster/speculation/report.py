@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rakv_cluster.speculation.cost_model import ARMS, ArmCosts, StepCosts
 from rakv_cluster.speculation.hazards import ScoredTrial
+from rakv_cluster.telemetry import Figures
 
 
 @dataclass(slots=True)
@@ -144,29 +145,28 @@ class ReplicaReport:
     requests: int
 
 
-def figures(report: ReplicaReport) -> dict[str, float]:
-    """The report as named numbers, for stats and metrics; ``arm_4_...`` is about 4 drafts."""
-    named = {
-        "base_ms": report.base_ms if math.isfinite(report.base_ms) else 0.0,
-        "draft_ms": report.draft_ms,
-        "overspend_share": report.overspend_share,
+def figures(report: ReplicaReport) -> Figures:
+    """The report as named numbers in base units, for stats and metrics; by number of drafts, place
+    in the draft or reason where there are several."""
+    return {
+        "plain_step_seconds": report.base_ms / 1e3 if math.isfinite(report.base_ms) else 0.0,
+        "draft_seconds_total": report.draft_ms / 1e3,
+        "overspend_ratio": report.overspend_share,
         "best_fixed_drafts": report.best_fixed_drafts,
-        "regret": report.regret,
-        "decision_accuracy": report.decision_accuracy,
+        "regret_ratio": report.regret,
+        "right_decisions_ratio": report.decision_accuracy,
         "requests_total": report.requests,
+        "cost_ratio": {str(arm.drafts): arm.cost_ratio for arm in report.arms},
+        "break_even_acceptance_ratio": {
+            str(arm.drafts): arm.break_even_acceptance for arm in report.arms
+        },
+        "tokens_per_step": {str(arm.drafts): arm.tokens_per_step for arm in report.arms},
+        "acceptance_ratio": {
+            str(place): rate for place, rate in enumerate(report.acceptance_by_position, start=1)
+        },
+        "decisions_total": dict(report.steps_by_reason),
+        "steps_total": {str(drafts): steps for drafts, steps in report.steps_by_drafts.items()},
     }
-    for arm in report.arms:
-        prefix = f"arm_{arm.drafts}"
-        named[f"{prefix}_cost_ratio"] = arm.cost_ratio
-        named[f"{prefix}_break_even_acceptance"] = arm.break_even_acceptance
-        named[f"{prefix}_tokens_per_step"] = arm.tokens_per_step
-    for place, rate in enumerate(report.acceptance_by_position, start=1):
-        named[f"acceptance_at_{place}"] = rate
-    for reason, steps in report.steps_by_reason.items():
-        named[f"steps_{reason}_total"] = steps
-    for drafts, steps in report.steps_by_drafts.items():
-        named[f"steps_of_{drafts}_drafts_total"] = steps
-    return {name: float(value) for name, value in named.items()}
 
 
 def arm_reports(costs: StepCosts, tally: HindsightTally) -> tuple[ArmReport, ...]:

@@ -4,7 +4,7 @@ come from a function. For tests of what stands in front of replicas, in millisec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from random import Random
 
 from fastapi import FastAPI
@@ -18,7 +18,7 @@ from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.service import Service
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_tokenizer
 from rakv_cluster.types import FinishReason, ReuseMode
 
@@ -40,7 +40,7 @@ class ScriptedBackend:
 
     It keeps no KV but remembers every chunk's prefix key, and reports as reused what an unbounded
     exact cache would have had. ``requests`` and ``cancelled`` record what came and what was left
-    before its end.
+    before its end; ``figures`` are what its one replica reports.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class ScriptedBackend:
         self.requests: list[EngineRequest] = []
         self.cancelled: list[str] = []
         self.started = asyncio.Event()
+        self.figures: dict[str, float | Mapping[str, float]] = {"engine_running": 0.0}
         self._answer = answer
         self._step_tokens = step_tokens
         self._tokenizer = tiny_tokenizer()
@@ -67,8 +68,8 @@ class ScriptedBackend:
     async def describe(self) -> ModelCard:
         return CARD
 
-    async def stats(self) -> dict[str, float]:
-        return {"engine_running": 0.0}
+    async def stats(self) -> dict[str, Figures]:
+        return {"scripted": self.figures}
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         self.requests.append(request)

@@ -262,16 +262,17 @@ def test_metrics_count_what_happened(start_local: StartLocal) -> None:
         metrics = http.get("/metrics").text
 
     assert 'rakv_requests_total{endpoint="chat",status="ok"} 1.0' in metrics
-    assert f'rakv_prompt_tokens_total{{source="computed"}} {used["prompt_tokens"]}.0' in metrics
+    counted = f'{{reuse="exact",source="computed"}} {used["prompt_tokens"]}.0'
+    assert f"rakv_prompt_tokens_total{counted}" in metrics
     assert "rakv_output_tokens_total 24.0" in metrics
     assert "rakv_requests_in_flight 0.0" in metrics
-    assert "rakv_time_to_first_token_seconds_count 1.0" in metrics
-    assert 'rakv_replica{name="engine_requests_total"} 1.0' in metrics
+    assert 'rakv_time_to_first_token_seconds_count{cache="cold"} 1.0' in metrics
+    assert 'rakv_engine_requests_total{replica="local"} 1.0' in metrics
 
 
 def _running(http: httpx.Client) -> str:
     lines = http.get("/metrics").text.splitlines()
-    return next(line for line in lines if 'name="engine_running"' in line)
+    return next(line for line in lines if line.startswith("rakv_engine_running{"))
 
 
 def test_a_client_that_goes_away_frees_the_engine(local: LocalService, http: httpx.Client) -> None:

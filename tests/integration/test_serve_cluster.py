@@ -57,7 +57,7 @@ def http(service: LocalService) -> Iterator[httpx.Client]:
 def running(http: httpx.Client) -> float:
     """Requests that the engine works on, from the service's own metrics."""
     lines = http.get("/metrics").text.splitlines()
-    return float(next(line for line in lines if 'name="engine_running"' in line).split()[-1])
+    return float(next(x for x in lines if x.startswith("rakv_engine_running{")).split()[-1])
 
 
 def test_it_is_ready_when_it_says_so(http: httpx.Client) -> None:
@@ -121,7 +121,7 @@ def test_a_stream_whose_client_goes_away_frees_the_engine(http: httpx.Client) ->
 
     eventually(lambda: running(http) == 0, "the engine has nothing left to run")
     metrics = http.get("/metrics").text
-    assert 'name="engine_finished_cancelled_total"' in metrics
+    assert 'reason="cancelled"' in metrics
 
 
 def test_a_client_that_does_not_wait_for_the_answer_frees_the_engine(
@@ -129,7 +129,7 @@ def test_a_client_that_does_not_wait_for_the_answer_frees_the_engine(
 ) -> None:
     def cancelled() -> float:
         lines = http.get("/metrics").text.splitlines()
-        found = [line for line in lines if 'name="engine_finished_cancelled_total"' in line]
+        found = [x for x in lines if 'reason="cancelled"' in x and "engine_finished_total" in x]
         return float(found[0].split()[-1]) if found else 0.0
 
     before = cancelled()

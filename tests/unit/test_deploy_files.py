@@ -1,4 +1,4 @@
-"""What deploy/ says is what Ray, Serve, Kubernetes and systemd understand, and is closed by default.
+"""What deploy/ says is what Ray, Serve, Kubernetes and systemd take, closed by default.
 
 Ray's cluster files are checked by Ray's own schema, Serve's by its own model, and core Kubernetes
 objects (also the pods inside the RayService) by Kubernetes' published schema. Nothing here knows

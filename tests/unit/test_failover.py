@@ -14,7 +14,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, ReplicaLost, RequestRefused
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.backend import Failover
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.types import ChunkedPrompt, FinishReason, SamplingParams
 
@@ -45,7 +45,7 @@ class DyingReplicas:
     async def describe(self) -> ModelCard:
         raise NotImplementedError
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         return {}
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:

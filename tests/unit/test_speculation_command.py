@@ -17,13 +17,14 @@ from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTab
 from rakv_cluster.speculation.report import figures
 from rakv_cluster.speculation.speculator import Seat, Speculator
 from rakv_cluster.speculation.verification import judge_block
+from rakv_cluster.telemetry import Figures
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.speculation import NO_RULE
 
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18] * 6
 
 
-def replica_figures() -> dict[str, float]:
+def replica_figures() -> Figures:
     """Of a real speculator that has served one request which repeats a phrase."""
     table = CostTable(CostBuckets())
     for rows in (1, 2, 3, 4, 8, 16):
@@ -48,7 +49,7 @@ class Service(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         allowed = self.headers["Authorization"] == "Bearer secret"
         named = {f"speculation_{name}": value for name, value in replica_figures().items()}
-        good = {"shards_by_node": {}, "replica": {"engine_running": 0.0, **named}}
+        good = {"shards_by_node": {}, "replicas": {"r1": {"engine_running": 0.0, **named}}}
         self.send_response(200 if allowed else 403)
         self.end_headers()
         self.wfile.write(json.dumps(good if allowed else {"error": {"message": "no key"}}).encode())
@@ -77,7 +78,7 @@ def test_prints_costs_break_even_and_hindsight(url: str) -> None:
     code, output = report(url, "secret")
 
     assert code == 0
-    assert "plain step 21.0 ms" in output
+    assert "replica r1: plain step 21.0 ms" in output
     fifteen = next(line.split() for line in output.splitlines() if line.split()[:1] == ["15"])
     assert fifteen[1] == "1.71"
     assert "acceptance by place in the block" in output
