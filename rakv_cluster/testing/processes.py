@@ -37,7 +37,7 @@ def served(
 
 def workers(service: LocalService) -> list[int]:
     """Process ids of its Worker replicas."""
-    return [pid for pid in descendants(service.pid) if ":Worker" in _command(pid)]
+    return [pid for pid in descendants(service.pid) if ":Worker" in command(pid)]
 
 
 def descendants(pid: int) -> list[int]:
@@ -64,7 +64,8 @@ def _parent(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """Its command line, which is its title where it has set one; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
