@@ -19,7 +19,6 @@ from rakv_cluster.serving.openai_models import parse_object
 from rakv_cluster.serving.openapi import (
     CHUNK,
     COUNT,
-    NUMBERS,
     USAGE,
     answered,
     described,
@@ -103,7 +102,9 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
 
     @app.get(
         "/v1/cache/stats",
-        responses=answered(described(shards_by_node={"type": "object"}, replica=NUMBERS)),
+        responses=answered(
+            described(shards_by_node={"type": "object"}, replicas={"type": "object"})
+        ),
     )
     async def stats(request: Request) -> Response:
         """Sizes and counters of every node's shard, figures of every replica; admin scope."""

@@ -29,8 +29,17 @@ _COUNTER_HELP: Mapping[str, str] = {
     "flights_awaited": "Requests that waited for another replica's prefill of the same content.",
     "flight_timeouts": "Such waits that were given up.",
     "step_failures": "Forward passes that raised.",
+    "replays": "Near-ties that were decided again.",
+    "replay_steps": "One-token steps that decided a near-tie.",
+    "replay_ms": "Time of those steps.",
     "sink_failures": "Answers that could not be delivered.",
 }
+
+
+def _counter(name: str) -> str:
+    """What an engine's counter is called here."""
+    return f"engine_{name.removesuffix('_ms')}{'_seconds' * name.endswith('_ms')}_total"
+
 
 FIGURES: tuple[Figure, ...] = (
     Figure("engine_running", "Requests that are worked on."),
@@ -44,7 +53,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("engine_dropped_records_total", "KV records not kept, since too many waited."),
     Figure("engine_finished_total", "Ended requests by how they ended.", "reason"),
     *(
-        Figure(f"engine_{name}_total", _COUNTER_HELP.get(name, f"Engine counter {name}."))
+        Figure(_counter(name), _COUNTER_HELP.get(name, f"The engine's counter {name}."))
         for name in _ENGINE_COUNTERS
     ),
     Figure("replica_backlog_seconds", "Expected time to compute the prompts that are there."),
@@ -89,7 +98,10 @@ def replica_figures(
         "engine_saved_records_total": engine.saved_records,
         "engine_dropped_records_total": engine.dropped_records,
         "engine_finished_total": dict(counters.finished),
-        **{f"engine_{name}_total": getattr(counters, name) for name in _ENGINE_COUNTERS},
+        **{
+            _counter(name): getattr(counters, name) / (1e3 if name.endswith("_ms") else 1)
+            for name in _ENGINE_COUNTERS
+        },
         "replica_backlog_seconds": routing.backlog_ms / 1e3,
         "replica_seconds_per_output_token": routing.token_ms / 1e3,
         "store_records": store.records,
