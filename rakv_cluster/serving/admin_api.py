@@ -26,6 +26,7 @@ from rakv_cluster.serving.openapi import (
 )
 from rakv_cluster.serving.prompt_body import prompt_request, prompt_schema
 
+_BY_NAME: dict[str, Any] = {"type": "object"}
 _OWNER = {"owner": {"type": "string", "minLength": 1, "maxLength": 64}}
 _PIN = {**_OWNER, "ttl_s": {"type": "number", "exclusiveMinimum": 0}}
 

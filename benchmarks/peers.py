@@ -1,0 +1,302 @@
+"""This service beside what one would pick instead, in one run, on the same prompts.
+
+    python -m benchmarks.peers [--short] [--json F] [--check] [--seed N] [--url U --url-model M]
+
+Peers: transformers (a greedy loop on the stock model; its prompt lookup where drafts are asked
+for), the same with a prefix cache, kvboost where it is installed, any OpenAI-compatible server by
+URL. Timers are the same, at the caller; for this service that includes HTTP. One that cannot run
+here is listed with its reason. For each set of documents, in an order that rotates:
+
+  cold            documents never seen
+  same prefix     another question about the same documents
+  reordered       the same documents in another order
+  new in front    one more document before them
+  restart         another question after a restart of the process (what is on disk stays)
+
+then decoding alone, four requests at once, and tasks with something to copy. Fidelity is against
+plain transformers on the same ids: the share of tokens up to the first difference (an exact method
+has 1 but for ties), and the KL of the first token's distribution where a peer shows it. Output
+that repeats itself makes drafts look good: the share of tokens in repeated 8-grams is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common import Options, Requirement, finish, parse_options, table
+from benchmarks.corpus import DocumentSet, load_corpus
+from benchmarks.peers_adapters import (
+    Absent,
+    KvBoost,
+    OpenAiServer,
+    Peer,
+    Prompt,
+    Rakv,
+    Said,
+    Transformers,
+    TransformersPrefix,
+    together,
+)
+from rakv_cluster.client import Document
+from rakv_cluster.config import load_settings
+from rakv_cluster.model.fetch import resolve
+from rakv_cluster.model.loader import load_tokenizer
+from rakv_cluster.serving import template
+from rakv_cluster.serving.prompting import PromptRenderer
+
+OURS = "rakv"
+TOKENS, NGRAM = 24, 8
+LINES = ("cold", "same prefix", "reordered", "new in front", "restart")
+TASKS = {
+    "copy": "Repeat the first document word for word.",
+    "edit": "Repeat the first document word for word, but write every name in capital letters.",
+    "chat": "What is this about? Answer in your own words.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One answer in its place."""
+
+    peer: str
+    line: str
+    said: Said
+    agreement: float
+    kl: float
+
+
+class Bench:
+    """The prompts' maker and what was measured."""
+
+    def __init__(
+        self,
+        renderer: PromptRenderer,
+        decode: Callable[[Sequence[int]], str],
+        peers: Sequence[Peer],
+    ) -> None:
+        self.renderer, self.peers, self._decode = renderer, list(peers), decode
+        self.measured: list[Measured] = []
+        self.skipped: dict[str, str] = {}
+        self._plain = next(peer for peer in peers if peer.name == "transformers")
+        self._reference: dict[tuple[int, ...], Said] = {}
+        self._turn = 0
+
+    def prompt(self, documents: Sequence[Document], question: str) -> Prompt:
+        """What the service's own renderer makes of it, so that all peers see the same ids."""
+        rendered = self.renderer.chat(
+            [template.Message("user", question)],
+            [template.Document(d.text, d.id) for d in documents],
+        )
+        ids = tuple(token for segment in rendered.segments for token in segment)
+        return Prompt(ids, self._decode(ids), tuple(documents), question)
+
+    def line(self, name: str, prompt: Prompt, tokens: int, *, speculate: bool = False) -> None:
+        """Every peer answers once; who begins rotates."""
+        self._turn += 1
+        at = self._turn % len(self.peers)
+        for peer in self.peers[at:] + self.peers[:at]:
+            said = peer.ask(prompt, tokens, speculate=speculate)
+            self.measured.append(Measured(peer.name, name, said, *self._fidelity(prompt, said)))
+
+    def restart(self) -> None:
+        """Restart each; one that cannot be is left out of that line."""
+        for peer in self.peers:
+            try:
+                peer.restart()
+            except Absent as reason:
+                self.skipped[f"{peer.name}, restart"] = str(reason)
+
+    def _fidelity(self, prompt: Prompt, said: Said) -> tuple[float, float]:
+        if prompt.ids not in self._reference:
+            self._reference[prompt.ids] = self._plain.ask(prompt, TOKENS)
+        plain = self._reference[prompt.ids]
+        if said.ids:
+            ids, right = said.ids[:TOKENS], plain.ids[:TOKENS]
+            same = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b),
+                        min(len(ids), len(right)))  # fmt: skip
+            agreement = same / max(min(len(ids), len(right)), 1)
+        else:
+            length = min(len(said.text), len(plain.text))
+            same = next((i for i in range(length) if said.text[i] != plain.text[i]), length)
+            agreement = same / max(length, 1)
+        if said.first_logits is None or plain.first_logits is None:
+            return agreement, float("nan")
+        left, right_log = (
+            torch.log_softmax(logits.float(), -1)
+            for logits in (plain.first_logits, said.first_logits[: len(plain.first_logits)])
+        )
+        return agreement, float((left.exp() * (left - right_log)).sum())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, return the exit status."""
+    options, names = parse_options(__doc__ or "", argv, extra=_extra())
+    model = resolve(names.model, load_settings().cache_path)
+    tokenizer = load_tokenizer(model)
+    count = 2 if options.short else 5
+    corpus = load_corpus(
+        count, 4, 150 if options.short else 400,
+        count_tokens=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+    )  # fmt: skip
+    renderer = PromptRenderer(tokenizer)
+    # Text as the service makes it: special tokens stand for none.
+    peers, skipped = _peers(model, names, renderer.token_bytes.text)
+    try:
+        bench = Bench(renderer, tokenizer.decode, peers)
+        bench.skipped |= skipped
+        _ttft(bench, corpus.sets)
+        decode = _tasks(bench, corpus.sets[0], 32 if options.short else 128)
+        at_once = _together(bench, corpus.sets, 16 if options.short else 48)
+    finally:
+        for peer in peers:
+            peer.close()
+    return _report(options, bench, decode, at_once, corpus.origin)
+
+
+def _peers(
+    model: str, names: argparse.Namespace, decode: Callable[[Sequence[int]], str]
+) -> tuple[list[Peer], dict[str, str]]:
+    torch.set_num_threads(names.threads or torch.get_num_threads())
+    plain = Transformers(model, decode)
+    peers: list[Peer] = [plain, TransformersPrefix(plain, decode)]
+    skipped: dict[str, str] = {}
+    makers: dict[str, Callable[[], Peer]] = {
+        "kvboost": lambda: KvBoost(model),
+        OURS: lambda: Rakv(model, OURS),
+        f"{OURS} (reorder)": lambda: Rakv(model, f"{OURS} (reorder)", reuse="reorder"),
+    }
+    if names.url:
+        makers[names.url] = lambda: OpenAiServer(names.url, names.url_model)
+    else:
+        skipped["OpenAI-compatible server"] = "no --url (llama.cpp, vLLM)"
+    for name, make in makers.items():
+        try:
+            peers.append(make())
+        except Absent as reason:
+            skipped[name] = str(reason)
+    return peers, skipped
+
+
+def _ttft(bench: Bench, sets: Sequence[DocumentSet]) -> None:
+    again: list[Prompt] = []
+    for documents in sets:
+        parts = [Document(text, f"d{i}") for i, text in enumerate(documents.documents)]
+        front, rest = parts[-1], parts[:-1]
+        ask = documents.questions
+        bench.line("cold", bench.prompt(rest, ask[0]), TOKENS)
+        bench.line("same prefix", bench.prompt(rest, ask[1]), TOKENS)
+        bench.line("reordered", bench.prompt([*rest[1:], rest[0]], ask[1]), TOKENS)
+        bench.line("new in front", bench.prompt([front, *rest], ask[1]), TOKENS)
+        again.append(bench.prompt(rest, ask[2]))
+    bench.restart()
+    for prompt in again:
+        bench.line("restart", prompt, TOKENS)
+
+
+def _tasks(bench: Bench, documents: DocumentSet, tokens: int) -> dict[str, dict[str, float]]:
+    """Tokens per second behind the first token, by task and peer; plain and with drafts."""
+    parts = [Document(text[:600], f"t{i}") for i, text in enumerate(documents.documents[:1])]
+    rates: dict[str, dict[str, float]] = defaultdict(dict)
+    for task, question in TASKS.items():
+        prompt = bench.prompt(parts, question)
+        for speculate in (False, True):
+            name = f"{task}, drafts" if speculate else task
+            bench.line(name, prompt, tokens, speculate=speculate)
+            for one in bench.measured[-len(bench.peers) :]:
+                said = one.said
+                rates[name][one.peer] = (said.tokens - 1) / max(said.total_s - said.ttft_s, 1e-9)
+    return dict(rates)
+
+
+def _together(bench: Bench, sets: Sequence[DocumentSet], tokens: int) -> dict[str, float]:
+    parts = [Document(text, f"c{i}") for i, text in enumerate(sets[-1].documents[:2])]
+    prompts = [bench.prompt(parts, f"Question {i}: what is this about?") for i in range(4)]
+    return {peer.name: together(peer, prompts, tokens) for peer in bench.peers}
+
+
+def _report(
+    options: Options,
+    bench: Bench,
+    decode: Mapping[str, Mapping[str, float]],
+    at_once: Mapping[str, float],
+    origin: str,
+) -> int:
+    names = [peer.name for peer in bench.peers]
+    print(f"documents: {origin}")
+    for peer in bench.peers:
+        print(f"  {peer.name}: weights {peer.weights}")
+    for name, reason in bench.skipped.items():
+        print(f"  skipped: {name}: {reason}")
+    ttft = {line: {n: _median(bench, n, line) for n in names} for line in LINES}
+    print("\ntime to first token, ms (median)")
+    print(table([[x, *(ttft[x][n] for n in names)] for x in LINES], ["", *names]))
+    print("\ntokens per second behind the first")
+    print(table([[x, *(r[n] for n in names)] for x, r in decode.items()], ["", *names]))
+    print("\nfour requests at once, seconds until all are answered")
+    print(table([["", *(at_once[n] for n in names)]], ["", *names]))
+    print("\nfidelity to plain transformers")
+    rows = [_fidelity(bench, name) for name in names]
+    print(table(rows, ["", "agreement", "worst", "KL of first token", "repeated 8-grams"]))
+    others = [n for n in names if not n.startswith(OURS)]
+    requirements = [
+        Requirement(f"TTFT {line}: best other / {OURS}",
+                    min(ttft[line][n] for n in others) / ttft[line][OURS], ">=", 1.0)
+        for line in LINES
+    ]  # fmt: skip
+    requirements.append(
+        Requirement(f"{OURS}: greedy agreement", rows[names.index(OURS)][1], ">=", 0.999)
+    )
+    results: dict[str, Any] = {
+        "ttft_ms": ttft, "tokens_per_s": decode, "four_at_once_s": at_once,
+        "fidelity": {row[0]: row[1:] for row in rows}, "skipped": bench.skipped,
+        "weights": {peer.name: peer.weights for peer in bench.peers}, "documents": origin,
+    }  # fmt: skip
+    return finish(options, results, requirements)
+
+
+def _median(bench: Bench, peer: str, line: str) -> float:
+    found = [m.said.ttft_s * 1e3 for m in bench.measured if (m.peer, m.line) == (peer, line)]
+    return statistics.median(found)
+
+
+def _fidelity(bench: Bench, peer: str) -> list[Any]:
+    lines = [m for m in bench.measured if m.peer == peer and m.line in LINES]
+    shown = [m.kl for m in lines if m.kl == m.kl]
+    repeated = statistics.mean(
+        _repeated(m.said.text) for m in bench.measured if m.peer == peer and m.line not in LINES
+    )
+    return [
+        peer,
+        statistics.mean(m.agreement for m in lines),
+        min(m.agreement for m in lines),
+        statistics.mean(shown) if shown else "not shown",
+        repeated,
+    ]
+
+
+def _repeated(text: str) -> float:
+    """Share of a text's 8-grams of words that occur more than once in it."""
+    words = text.split()
+    grams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _extra() -> argparse.ArgumentParser:
+    extra = argparse.ArgumentParser(add_help=False)
+    extra.add_argument("--model", default="smollm2", help="what all of them run")
+    extra.add_argument("--threads", type=int, default=0, help="torch threads of the peers here")
+    extra.add_argument("--url", default="", help="an OpenAI-compatible server to measure too")
+    extra.add_argument("--url-model", default="", help="the model's name there")
+    return extra
+
+
+if __name__ == "__main__":
+    sys.exit(main())
