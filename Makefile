@@ -51,8 +51,8 @@ docs: $(STAMP)   ## the documentation as a site, warnings are errors
 
 audit: $(STAMP)  ## SBOM of this environment, known vulnerabilities (needs a network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
-	PYTHON=$(BIN)/python scripts/audit sbom sbom.json
-	PYTHON=$(BIN)/python scripts/audit vulnerabilities
+	$(BIN)/python scripts/audit sbom sbom.json
+	$(BIN)/python scripts/audit vulnerabilities
 
 clean:           ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site sbom.json *.egg-info
