@@ -171,6 +171,9 @@ class Settings(BaseModel):
     log_format: LogFormat = Field(
         "text", description="json: a line per request and event, on the processes' standard error"
     )
+    otlp_endpoint: str = Field(
+        "", description="where traces go (OTLP over HTTP; the otel extra); empty: none are made"
+    )
 
     request_timeout_s: Seconds = Field(600.0, description="longest time for one request")
     body_limit_bytes: Bytes = Field(ByteSize(8 * MIB), description="largest HTTP request body")

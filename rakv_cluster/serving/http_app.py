@@ -139,6 +139,7 @@ class _Exchange:
             caller,
             endpoint=self._endpoint,
             started_s=self._started_s,
+            traceparent=http.headers.get("traceparent", ""),
         )
         prefix = "chatcmpl" if self._endpoint == "chat" else "cmpl"
         header = Header(

@@ -31,6 +31,7 @@ from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.route_api import add_route_explanation
 from rakv_cluster.serving.service import Service
 from rakv_cluster.serving.stores import cluster_store_settings, open_admin
+from rakv_cluster.serving.tracing import open_tracer
 from rakv_cluster.telemetry import ServiceMetrics
 
 
@@ -61,6 +62,7 @@ class Ingress:
             cuts=cuts,
             clock=clock,
             seeds=SystemRandom(),
+            tracer=open_tracer(settings.otlp_endpoint, "rakv"),
             on_disk=lambda key: bool(holders([key])),
         )
         self._cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
@@ -73,6 +75,8 @@ class Ingress:
         # Serve awaits this when it stops a replica; a failed __init__ left nothing to stop.
         for server in getattr(self, "_grpc", ()):
             await server.stop()
+        if hasattr(self, "_service"):
+            await asyncio.to_thread(self._service.tracer.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._service, self._metrics)

@@ -22,6 +22,7 @@ class Run:
     """Updates of a request, counted in the metrics and booked on the caller's account.
 
     ``endpoint`` labels it in the metrics; ``started_s`` is when it arrived, on the service's clock.
+    ``traceparent`` is the caller's trace, if any.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Run:
         *,
         endpoint: str,
         started_s: float,
+        traceparent: str = "",
     ) -> None:
         self.prepared = prepared
         self.totals = Totals(
@@ -47,6 +49,7 @@ class Run:
         self._caller = caller
         self._endpoint = endpoint
         self._started_s = started_s
+        self._traceparent = traceparent
 
     def elapsed_ms(self) -> float:
         """Since the request arrived."""
@@ -84,22 +87,22 @@ class Run:
         for source, count in totals.sources().items():
             self._metrics.prompt_tokens.labels(totals.reuse.value, source).inc(count)
         self._log(status, output_tokens)
-        self._service.recent.add(
-            RequestLine(
-                id=self.prepared.id,
-                at_s=self._service.clock.wall_s(),
-                endpoint=self._endpoint,
-                status=status,
-                reuse=totals.reuse.value,
-                plan=totals.sources(),
-                output_tokens=output_tokens,
-                steps_by_drafts=stats.steps_by_drafts,
-                accepted_tokens=stats.accepted_tokens,
-                ttft_ms=totals.ttft_ms,
-                total_ms=self.elapsed_ms(),
-                warm=self._warm(),
-            )
+        line = RequestLine(
+            id=self.prepared.id,
+            at_s=self._service.clock.wall_s(),
+            endpoint=self._endpoint,
+            status=status,
+            reuse=totals.reuse.value,
+            plan=totals.sources(),
+            output_tokens=output_tokens,
+            steps_by_drafts=stats.steps_by_drafts,
+            accepted_tokens=stats.accepted_tokens,
+            ttft_ms=totals.ttft_ms,
+            total_ms=self.elapsed_ms(),
+            warm=self._warm(),
         )
+        self._service.recent.add(line)
+        self._service.tracer.ended(line, stats, self._traceparent)
 
     def _warm(self) -> bool:
         """Whether most of the prompt was reused, as far as is known."""

@@ -34,6 +34,7 @@ from rakv_cluster.serving.openai_models import (
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
 from rakv_cluster.serving.recent import RecentRequests
 from rakv_cluster.serving.template import Document, Message
+from rakv_cluster.serving.tracing import NO_TRACES, Tracer
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
 
 _STORED = frozenset({ReuseMode.EXACT, ReuseMode.REORDER})
@@ -77,6 +78,7 @@ class Service:
         clock: Clock,
         seeds: Random,
         on_disk: Callable[[bytes], bool] = lambda _: False,
+        tracer: Tracer = NO_TRACES,
     ) -> None:
         """``on_disk`` says whether some node's disk is known to hold the KV under a key."""
         self.settings = settings
@@ -86,6 +88,7 @@ class Service:
         self.gate = Gate(settings, clock)
         self.documents = DocumentRegistry(int(settings.documents_budget_bytes))
         self.recent = RecentRequests()
+        self.tracer = tracer
         self._renderer = renderer
         self._cuts = cuts
         self._seeds = seeds

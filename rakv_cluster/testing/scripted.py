@@ -18,6 +18,7 @@ from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.tracing import NO_TRACES, Tracer
 from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_tokenizer
 from rakv_cluster.types import FinishReason, ReuseMode
@@ -111,7 +112,9 @@ class ScriptedBackend:
         )
 
 
-def scripted_service(backend: ScriptedBackend, settings: Settings, clock: Clock) -> Service:
+def scripted_service(
+    backend: ScriptedBackend, settings: Settings, clock: Clock, *, tracer: Tracer = NO_TRACES
+) -> Service:
     """The ingress's service in front of ``backend``."""
     tokenizer = tiny_tokenizer()
     return Service(
@@ -122,6 +125,7 @@ def scripted_service(backend: ScriptedBackend, settings: Settings, clock: Clock)
         cuts=CutTable.from_tokenizer(tokenizer),
         clock=clock,
         seeds=Random(0),
+        tracer=tracer,
     )
 
 
