@@ -104,7 +104,7 @@ class ServiceMetrics:
         self.prompt_tokens = Counter(
             "rakv_prompt_tokens",
             "Prompt tokens by what the request allowed to reuse and where their KV came from: ram, "
-            "disk or computed.",
+            "disk, blended (moved from another place, approximate) or computed.",
             ("reuse", "source"),
             registry=own,
         )
