@@ -21,6 +21,7 @@ _COUNTER_HELP: Mapping[str, str] = {
     "computed_tokens": "Prompt tokens whose KV was computed.",
     "output_tokens": "Tokens generated.",
     "ram_tokens": "Prompt tokens whose KV was copied from RAM.",
+    "blended_tokens": "Prompt tokens whose KV was moved from another place (blend).",
     "disk_tokens": "Prompt tokens whose KV was read from a disk, this node's or another's.",
     "shared_tokens": "The part of ram_tokens that came from another running request's buffer.",
     "load_failures": "Loads that brought less than was found; the rest was computed.",
