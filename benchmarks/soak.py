@@ -243,7 +243,7 @@ class Soak:
                 self.tally.answered("batch", case, row["text"], -1)
 
 
-def catalogue(model: str, seed: int) -> list[Case]:
+def catalogue(model: str, seed: int, *, count: int = 20) -> list[Case]:
     """Chats about documents, with what the plain model says to each."""
     draw = random.Random(seed)
     tokenizer = load_tokenizer(model)
@@ -254,7 +254,7 @@ def catalogue(model: str, seed: int) -> list[Case]:
         for d in (f"d{number}" for number in range(DOCUMENTS))
     ]
     cases = []
-    for number in range(20):
+    for number in range(count):
         chosen = tuple(draw.sample(documents, draw.choice([1, 1, 2])))
         fields: Fields = {"max_tokens": MAX_TOKENS, "temperature": 0.0}
         if number % 3 == 2:
