@@ -97,12 +97,12 @@ def test_a_stream_comes_step_by_step(http: httpx.Client) -> None:
     [
         (b"\xff", 400, None),
         (json.dumps(body(temperature=-1)).encode(), 400, "temperature"),
-        (json.dumps(body(documents=[{"id": "a"}])).encode(), 400, "documents.0.text"),
+        (json.dumps(body(documents=[{"id": "a"}])).encode(), 404, "documents.0.id"),
         (json.dumps(body(documents=[{"text": "x" * 10_000_000}])).encode(), 413, "body"),
         (json.dumps(body(documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
         (json.dumps(body(stream=True, documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
     ],
-    ids=["not utf-8", "temperature", "no text", "10 MB", "too long", "too long, streamed"],
+    ids=["not utf-8", "temperature", "unknown document", "10 MB", "too long", "too long, streamed"],
 )
 def test_bad_input_is_refused_and_the_service_goes_on(
     http: httpx.Client, content: bytes, status: int, field: str | None
