@@ -114,6 +114,18 @@ class ServiceMetrics:
             "Requests continued on another replica after theirs died.",
             registry=own,
         )
+        self.audits = Counter(
+            "rakv_blend_audits",
+            "Blended answers compared with full recompute: done or failed.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.audited_kl = Gauge(
+            "rakv_blend_audited_kl",
+            "95th percentile of the divergence of audited first tokens, in nats, of the budget "
+            "audited last.",
+            registry=self.registry,
+        )
         self.routed = Counter(
             "rakv_routed_requests",
             "Requests by why their replica was chosen; score_failed and score_late are requests "

@@ -41,11 +41,12 @@ class BlendWish:
 
     ``max_kl`` bounds the 95th percentile of the divergence (nats per token) that the model's
     calibration expects; ``recompute`` from 0 to 1 repairs that share of the reused tokens whatever
-    it costs (below 0: not given).
+    it costs (below 0: not given). With a ``refusal`` nothing is blended, for that reason.
     """
 
     max_kl: float = 0.1
     recompute: float = -1.0
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

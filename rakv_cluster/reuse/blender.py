@@ -100,6 +100,8 @@ class Blender:
             return Blended(reason="the store failed")
 
     def _choice(self, wish: BlendWish) -> Choice:
+        if wish.refusal:
+            return Choice(1.0, 0.0, wish.refusal)
         if self.support.rotation.refusal:
             return Choice(1.0, 0.0, f"keys cannot be moved: {self.support.rotation.refusal}")
         if wish.recompute < 0:

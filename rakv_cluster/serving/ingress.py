@@ -19,6 +19,7 @@ from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.routing.directory_follower import follow_directory
 from rakv_cluster.routing.locations import Holders
 from rakv_cluster.serving.admin_api import add_cache_routes
+from rakv_cluster.serving.audit import AuditedBackend
 from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.dashboard import add_dashboard
@@ -47,7 +48,8 @@ class Ingress:
         self._metrics = ServiceMetrics(serve.get_replica_context().replica_id.unique_id)
         holders = await asyncio.to_thread(_follow_directory, settings, clock)
         self._replicas = HandleBackend(worker, self._metrics, holders)
-        backend = Failover(self._replicas, clock, self._metrics)
+        failover = Failover(self._replicas, clock, self._metrics)
+        backend = AuditedBackend(failover, self._metrics)
         source = resolve(settings.model, settings.cache_path)
         tokenizer = await asyncio.to_thread(load_tokenizer, source)
         renderer, cuts = await asyncio.gather(

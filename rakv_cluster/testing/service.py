@@ -13,6 +13,7 @@ from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.config import Settings
 from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.serving.audit import AuditedBackend
 from rakv_cluster.serving.backend import Backend, Failover
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
@@ -65,7 +66,7 @@ class _Build:
 
     async def app(self) -> FastAPI:
         metrics = ServiceMetrics()
-        backend = Failover(self.backend, self.clock, metrics)
+        backend = AuditedBackend(Failover(self.backend, self.clock, metrics), metrics)
         service = Service(
             settings=self.settings,
             backend=backend,
