@@ -1,7 +1,8 @@
 """One way to ask over HTTP and gRPC, below the clients: for tests that hold for both surfaces.
 
-Fields are those of the HTTP surface, ``top_logprobs`` alone asks for log-probabilities on both, and
-``timeout_s`` is the deadline. What the service refuses is raised as the class of the error tree.
+Fields are those of the HTTP surface, ``top_logprobs`` alone asks for log-probabilities on both,
+``json_schema`` is a schema's text, and ``timeout_s`` is the deadline. What the service refuses is
+raised as the class of the error tree.
 """
 
 from __future__ import annotations
@@ -232,6 +233,9 @@ class GrpcSurface:
 
 def _http_body(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     body = dict(fields)
+    if "json_schema" in body:
+        schema = {"schema": json.loads(body.pop("json_schema"))}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if "prompt" in body:
         if "top_logprobs" in body:
             body["logprobs"] = body.pop("top_logprobs")
