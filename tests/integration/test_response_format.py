@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
+
+from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.engine.request import EngineRequest
+from rakv_cluster.model.grammar import schema_grammar
+from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.testing.service import LocalService
+from rakv_cluster.types import FinishReason, SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello"}]
@@ -134,3 +143,29 @@ def test_a_free_text_is_free(http: httpx.Client) -> None:
 
     free = ask(http, **fields, response_format={"type": "text"})
     assert free["message"]["content"] == ask(http, **fields)["message"]["content"]
+
+
+async def test_a_replica_that_takes_over_goes_on_in_the_grammar(
+    local: LocalService, tiny_model: LoadedModel
+) -> None:
+    cuts = CutTable.from_tokenizer(tiny_model.tokenizer)
+    request = EngineRequest(
+        request_id="whole",
+        prompt=chunk_prompt(bytes(32), ((5, 6, 7),), cuts, ChunkLimits(64, 256)),
+        max_tokens=100,
+        sampling=SamplingParams(temperature=1.0, seed=3),
+        stop_token_ids=tiny_model.card.eos_token_ids,
+        grammar=schema_grammar(SCHEMAS["an object"], "schema"),
+    )
+
+    async def generate(asked: EngineRequest) -> tuple[int, ...]:
+        ids: tuple[int, ...] = ()
+        async for event in local.replica.generate(asked):
+            assert event.finish in {None, FinishReason.STOP}, event
+            ids += event.token_ids
+        return ids
+
+    whole = await generate(request)
+    for sent in (1, 9, len(whole) - 1):
+        rest = await generate(replace(request, request_id=f"at {sent}", forced_ids=whole[:sent]))
+        assert whole[:sent] + rest == whole
