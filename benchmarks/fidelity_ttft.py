@@ -101,10 +101,13 @@ class TtftRig:
         self._ask(other, Arm("seed", ReuseMode.EXACT))
         self._forget(other)
 
-    def time(self, rounds: int, rng: np.random.Generator) -> dict[str, Timed]:
-        """Every arm once per round, in an order of its own."""
+    def time(self, rounds: int, budget_s: float, rng: np.random.Generator) -> dict[str, Timed]:
+        """Every arm once per round, in an order of its own; no new round after ``budget_s``."""
         timed = {arm.name: Timed() for arm in ARMS}
-        for _ in range(rounds):
+        until_s = time.monotonic() + budget_s
+        for done in range(rounds):
+            if done and time.monotonic() > until_s:
+                break
             for index in rng.permutation(len(ARMS)):
                 arm = ARMS[index]
                 order = self._seen if arm.order == "seen" else self._unseen(rng)

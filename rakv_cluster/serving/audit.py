@@ -23,7 +23,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.errors import RakvError
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.backend import Backend
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import ReuseMode, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class AuditedBackend:
         """As the backend does."""
         return await self._backend.describe()
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         """As the backend does."""
         return await self._backend.stats()
 

@@ -12,7 +12,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.errors import Unavailable
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.audit import AuditedBackend, Audits, AuditSettings, divergence
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import (
     BlendWish,
     ChunkedPrompt,
@@ -38,7 +38,7 @@ class Replicas:
     async def describe(self) -> ModelCard:
         raise NotImplementedError
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Figures]:
         return {}
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
