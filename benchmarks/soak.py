@@ -34,7 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.common import Options, Requirement, finish, parse_options, table
-from benchmarks.soak_cluster import NODES, Chaos, own_disk, service, stop
+from benchmarks.soak_cluster import NODES, Chaos, own_disk, release_disk, service, stop
 from rakv_cluster.client import Client, Document
 from rakv_cluster.client.grpc import GrpcClient
 from rakv_cluster.client.requests import Options as Fields
@@ -89,10 +89,10 @@ class Tally:
 
     def raised(self, surface: str, error: BaseException) -> None:
         """Count a refusal for load, or a failure."""
-        # No connection is Unavailable as well, but nobody refused.
-        broken = isinstance(error.__cause__, httpx.TransportError)
+        # A lost connection is Unavailable as well, but says no time to come back: nobody refused.
+        said = isinstance(error, RakvError) and error.retry_after_s is not None
         with self._lock:
-            if isinstance(error, Overloaded | Unavailable) and not broken:
+            if isinstance(error, Overloaded | Unavailable) and said:
                 self.refused[surface] += 1
             else:
                 self.failed.append(f"{surface}: {error!r}")
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 soak.run(60 * minutes)
         finally:
             stop(chaos)
+            release_disk(store / NODES[-1])
     return report(options, soak, minutes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import httpx
 import pytest
 
 from benchmarks.peers import Bench, _repeated
@@ -38,15 +37,11 @@ def test_an_answer_is_right_only_if_no_token_is_lost_or_doubled(
     assert (tally.right["http"], len(tally.wrong)) == ((1, 0) if right else (0, 1))
 
 
-def no_connection() -> Unavailable:
-    error = Unavailable("no answer")
-    error.__cause__ = httpx.ConnectError("refused")
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "refused"),
-    [(Overloaded("full"), True), (Unavailable("no replica"), True), (no_connection(), False),
+    [(Overloaded("full", retry_after_s=1.0), True),
+     (Unavailable("no replica", retry_after_s=1.0), True),
+     (Unavailable("no connection"), False),
      (RequestRefused("poison"), False), (DeadlineExceeded("late"), False)],
 )  # fmt: skip
 def test_only_refusals_for_load_are_no_failure(error: Exception, refused: bool) -> None:
