@@ -46,9 +46,10 @@ def main(work: Path, repository: Path) -> None:
     facts: dict[str, Any] = {"decoys_before": running(work / "decoy" / "raylet")}
     try:
         ray("up", "--yes", "--no-config-cache", str(files))
-        facts["decoys_after_up"] = running(work / "decoy" / "raylet")
         ray("exec", str(files), ". ~/rakv/ray.env && serve deploy ~/rakv/serve.yaml")
         facts |= ask()
+        # Now that both nodes serve, `ray stop` has run on both: the head starts the worker later.
+        facts["decoys_after_up"] = running(work / "decoy" / "raylet")
         ray("down", "--yes", str(files))
         facts["raylets_after_down"] = running(Path("raylet"))
     finally:
