@@ -26,7 +26,7 @@ from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import NAMESPACE, no_cuts
 from rakv_cluster.testing.faulty_store import Fault, FaultyStore
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_llama
-from rakv_cluster.types import BlendWish, ChunkedPrompt
+from rakv_cluster.types import BlendWish, ChunkedPrompt, Tier
 
 LIMITS = ChunkLimits(min_tokens=8, max_tokens=16)
 FRONT, FIRST, SECOND, NEW = (
@@ -84,6 +84,7 @@ class Rig:
         rotation: KeyRotation,
         price_loads: bool = False,
         recompute: float = 0.0,
+        costs: CostView | None = None,
     ) -> Blended:
         blender = Blender(
             BlendSupport(rotation), store, self.runner.layout, "c",
@@ -93,14 +94,17 @@ class Rig:
         wish = BlendWish(recompute=recompute)
         covered = len(FRONT)
         return blender.blend(
-            wish, prompt, buffer, slow_compute(), covered=covered, known_tokens=total
+            wish, prompt, buffer, costs or slow_compute(), covered=covered, known_tokens=total
         )
 
 
-def slow_compute() -> CostView:
+def slow_compute(load_ms_per_mb: float = 0.5) -> CostView:
+    """A millisecond per token computed."""
     costs = Costs(step_tokens=512)
     costs.observe_prefill(0, 64, 64.0)
     costs.observe_decode(1, 1.0)
+    for _ in range(40):
+        costs.observe_load(Tier.RAM, 1_000_000, load_ms_per_mb, 0.0)
     return costs.view(0.0)
 
 
@@ -188,3 +192,20 @@ def test_blending_that_saves_nothing_is_not_done(rig: Rig) -> None:
 
     assert answers[0].kept == len(FIRST) + len(SECOND)
     assert answers[1].reason == "computing is expected to be faster"
+
+
+def test_a_store_slower_than_computing_is_not_loaded_from(rig: Rig) -> None:
+    prompt = rig.prompt(FRONT, SECOND, FIRST, QUESTION)
+    buffer = rig.empty(len(prompt.token_ids))
+
+    blended = rig.blend(
+        prompt,
+        buffer,
+        store=rig.store,
+        rotation=rig.rotation,
+        price_loads=True,
+        costs=slow_compute(load_ms_per_mb=1e5),
+    )
+
+    assert blended.reason == "computing is expected to be faster"
+    assert not buffer.data.any()
