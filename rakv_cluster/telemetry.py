@@ -118,13 +118,13 @@ class ServiceMetrics:
             "rakv_blend_audits",
             "Blended answers compared with full recompute: done or failed.",
             ("outcome",),
-            registry=self.registry,
+            registry=own,
         )
         self.audited_kl = Gauge(
             "rakv_blend_audited_kl",
             "95th percentile of the divergence of audited first tokens, in nats, of the budget "
             "audited last.",
-            registry=self.registry,
+            registry=own,
         )
         self.routed = Counter(
             "rakv_routed_requests",
