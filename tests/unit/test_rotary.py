@@ -85,3 +85,17 @@ def test_keys_that_turn_otherwise_are_refused() -> None:
     )
 
     assert "differ from recomputed" in key_rotation(liar, runner).refusal
+
+
+def test_long_runs_move_as_short_ones_do() -> None:
+    rotation = KeyRotation(torch.rand(2, 8, dtype=torch.float64))
+    keys = torch.randn(2, 2, 700, 16)
+    whole, pieces = keys.clone(), keys.clone()
+
+    rotation.move(whole, 41)
+    for piece in pieces.split(97, dim=2):
+        rotation.move(piece, 41)
+
+    torch.testing.assert_close(whole, pieces, rtol=0, atol=0)
+    rotation.move(whole, -41)
+    torch.testing.assert_close(whole, keys, rtol=1e-5, atol=1e-5)
