@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -85,6 +85,16 @@ def test_a_document_gives_the_same_ids_wherever_it_stands() -> None:
     assert forwards.documents == (1, 2)
     assert forwards.reordered([1, 0]) == backwards.segments
     assert forwards.segments != backwards.segments
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, GEMMA])
+def test_exchanged_documents_are_those_rendered_in_that_order(template: str) -> None:
+    documents = [Document(" Alpha. ", "a"), Document("Beta.", "b"), Document("Gamma.")]
+    rendered = renderer(template).chat(HELLO, documents)
+
+    for order in permutations(range(3)):
+        wanted = renderer(template).chat(HELLO, [documents[index] for index in order])
+        assert rendered.reordered(order) == wanted.segments
 
 
 def test_documents_in_front_of_a_bare_prompt_change_places() -> None:
