@@ -41,7 +41,8 @@ class KeyRotation:
         shape = (len(angles), 1, 1, half)
         cos = angles.cos().to(keys.device, torch.float32).view(shape)
         sin = angles.sin().to(keys.device, torch.float32).view(shape)
-        for block in keys.split(_BLOCK_TOKENS, dim=2):
+        for start in range(0, keys.shape[2], _BLOCK_TOKENS):
+            block = keys[:, :, start : start + _BLOCK_TOKENS]
             low = block[..., :half].to(torch.float32, copy=True)
             high = block[..., half : 2 * half].to(torch.float32, copy=True)
             block[..., :half] = low * cos - high * sin
