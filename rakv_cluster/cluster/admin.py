@@ -7,15 +7,32 @@ give one in time. All are idempotent: repeat them until every member has answere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.cluster.breaker import BreakerLimits
 from rakv_cluster.cluster.messages import parse_count, parse_found, parse_keys, parse_stats
 from rakv_cluster.cluster.peers import Answer, Call, Peers, Transport
+from rakv_cluster.cluster.placement import Placement
+from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.store.base import Found, StoreStats
 
 T = TypeVar("T")
+
+
+_DRAIN_KEYS = 16
+"""Records that each node copies in one call of a drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Of a node's hottest records: ``copied`` to others, ``left`` alone there when time was over,
+    and ``elsewhere``: on another node before."""
+
+    copied: int
+    left: int
+    elsewhere: int
 
 
 class StoreAdmin:
@@ -34,6 +51,7 @@ class StoreAdmin:
         patient = BreakerLimits(failures=1_000_000)
         self._peers = Peers(transport, patient, clock)
         self._members = members
+        self._clock = clock
         self._timeout_s = timeout_s
         self._batch_keys = batch_keys
 
@@ -61,6 +79,36 @@ class StoreAdmin:
     def warm(self, keys: Sequence[bytes], nodes: Sequence[str]) -> dict[str, list[bytes]]:
         """Copy records to ``nodes`` from wherever they are; the keys that each holds then."""
         return _joined(self._each("warm", keys, parse_keys, nodes))
+
+    def drain(self, node: str, *, limit_bytes: int, deadline_s: float) -> Drained:
+        """Copy a node's hottest records to the others, before the node is removed as planned.
+
+        At most ``limit_bytes`` of records that no other node holds, spread over the others, as far
+        as ``deadline_s`` allows; those used last first. The node goes on serving meanwhile and
+        afterwards. Raises ``StoreUnavailable`` if it does not answer.
+        """
+        ends_s = self._clock.monotonic_s() + deadline_s
+        others = [member for member in self._members() if member != node]
+        asked = self._by_node([Call(node, "hottest", (limit_bytes,))], parse_keys)
+        if node not in asked:
+            raise StoreUnavailable(f"the shard on node {node} does not answer")
+        held = self._each("find", asked[node], parse_found, others)
+        elsewhere = {key for parts in held.values() for part in parts for key in part}
+        lonely = [key for key in asked[node] if key not in elsewhere]
+        groups = Placement(others).group(lonely)
+        copied: set[bytes] = set()
+        for start in range(0, max(map(len, groups.values()), default=0), _DRAIN_KEYS):
+            left_s = min(ends_s - self._clock.monotonic_s(), self._timeout_s)
+            if left_s <= 0:
+                break
+            calls = [
+                Call(other, "warm", (keys[start : start + _DRAIN_KEYS],))
+                for other, keys in groups.items()
+                if keys[start:]
+            ]
+            for outcome in self._peers.ask(calls, left_s, parse_keys):
+                copied.update(outcome.value if isinstance(outcome, Answer) else ())
+        return Drained(len(copied), len(lonely) - len(copied), len(elsewhere))
 
     def pin(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> dict[str, list[bytes]]:
         """Keep records where they are for ``ttl_s`` seconds; the keys that each node pinned.

@@ -191,6 +191,11 @@ class ShardActor:
         """Copy records from other nodes; returns those of ``keys`` that are here now."""
         return await asyncio.to_thread(self._warm, keys[: self._limits.batch_keys])
 
+    async def hottest(self, limit_bytes: int) -> list[bytes]:
+        """Keys in use last, first those used last; a batch of them at most."""
+        limit = self._limits.batch_keys
+        return await asyncio.to_thread(self._writer.hottest, limit, limit_bytes)
+
     async def _read_with(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reading, read)
 

@@ -5,12 +5,13 @@ Bodies name a prompt (``messages`` or ``prompt``, ``documents``) as for a comple
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from rakv_cluster.config import Settings
+from rakv_cluster.config import Settings, nearest
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.http_access import caller_of
@@ -29,6 +30,26 @@ from rakv_cluster.serving.prompt_body import prompt_request, prompt_schema
 _BY_NAME: dict[str, Any] = {"type": "object"}
 _OWNER = {"owner": {"type": "string", "minLength": 1, "maxLength": 64}}
 _PIN = {**_OWNER, "ttl_s": {"type": "number", "exclusiveMinimum": 0}}
+_DRAIN = {
+    "node": {"type": "string", "description": "as in /v1/cache/stats"},
+    "limit_bytes": {"type": "integer", "minimum": 0, "default": 1 << 30},
+    "deadline_s": {"type": "number", "exclusiveMinimum": 0, "default": 60},
+}
+_DRAIN_SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": _DRAIN,
+                    "required": ["node"],
+                    "additionalProperties": False,
+                }
+            }
+        },
+    }
+}
 
 
 def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
@@ -73,10 +94,9 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
     async def pin(request: Request) -> Response:
         """Keep a prompt's chunks from eviction for a time; admin scope."""
         data = await body(request)
-        prompt, ttl_s = prompt_request(data, _PIN), data.get("ttl_s")
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float):
-            raise InvalidRequest("ttl_s must be a number of seconds", field="ttl_s")
-        pinned = await cache.pin(prompt, caller_of(request), _owner(data), float(ttl_s))
+        prompt = prompt_request(data, _PIN)
+        ttl_s = _number(data, "ttl_s")
+        pinned = await cache.pin(prompt, caller_of(request), _owner(data), ttl_s)
         return json_response(asdict(pinned))
 
     @app.post(
@@ -101,6 +121,28 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
         return json_response({"removed_records": removed})
 
+    @app.post(
+        "/v1/cache/drain",
+        openapi_extra=_DRAIN_SCHEMA,
+        responses=answered(described(copied=COUNT, left=COUNT, elsewhere=COUNT)),
+    )
+    async def drain(request: Request) -> Response:
+        """Copy a node's hottest records to other nodes, before it is removed; admin scope."""
+        data = await body(request)
+        for name in data:
+            if name not in _DRAIN:
+                raise InvalidRequest(f"unknown field '{name}'{nearest(name, _DRAIN)}", field=name)
+        node = data.get("node")
+        if not isinstance(node, str):
+            raise InvalidRequest("node must be a text", field="node")
+        drained = await cache.drain(
+            caller_of(request),
+            node,
+            limit_bytes=int(_number({"limit_bytes": 1 << 30, **data}, "limit_bytes")),
+            deadline_s=_number({"deadline_s": 60.0, **data}, "deadline_s"),
+        )
+        return json_response(asdict(drained))
+
     @app.get(
         "/v1/cache/stats",
         responses=answered(
@@ -117,6 +159,13 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
                 "replicas": await cache.replicas(caller),
             }
         )
+
+
+def _number(data: dict[str, Any], field: str) -> float:
+    value = data.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{field} must be a number", field=field)
+    return float(value)
 
 
 def _owner(data: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
-from rakv_cluster.cluster.admin import StoreAdmin
+from rakv_cluster.cluster.admin import Drained, StoreAdmin
 from rakv_cluster.errors import InvalidRequest, StoreError, Unavailable
 from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.openai_format import Totals
@@ -29,6 +29,7 @@ ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_
 
 _LONGEST_PIN_S = 30 * 86400.0
 _LONGEST_OWNER = 64
+_LONGEST_DRAIN_S = 3600.0
 
 T = TypeVar("T")
 
@@ -130,6 +131,29 @@ class CacheApi:
         keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
         removed = await _answered(lambda: self._admin.evict(keys))
         return sum(len(held) for held in removed.values())
+
+    async def drain(
+        self, caller: Caller, node: str, *, limit_bytes: int, deadline_s: float
+    ) -> Drained:
+        """Copy a node's hottest records to the others before it is removed; needs the admin scope.
+
+        Raises :class:`InvalidRequest` for a node that has no shard.
+        """
+        caller.require_admin()
+        if not 0 < deadline_s <= _LONGEST_DRAIN_S:
+            raise InvalidRequest(
+                f"deadline_s must be above 0 and at most {_LONGEST_DRAIN_S:.0f}", field="deadline_s"
+            )
+        if limit_bytes < 0:
+            raise InvalidRequest("limit_bytes must not be negative", field="limit_bytes")
+        members = await _answered(self._admin.members)
+        if node not in members or len(members) < 2:
+            raise InvalidRequest(
+                f"node must be one of several with a shard: {members}", field="node"
+            )
+        return await _answered(
+            lambda: self._admin.drain(node, limit_bytes=limit_bytes, deadline_s=deadline_s)
+        )
 
     async def shards(self, caller: Caller) -> Mapping[str, StoreStats]:
         """Sizes and counters of every node's shard; needs the admin scope."""

@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import closing
+from itertools import accumulate
 
 from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
 from rakv_cluster.store.variants import BoundedVariants
@@ -55,6 +56,19 @@ class Catalog:
     def newest(self, count: int) -> list[bytes]:
         """The ``count`` keys used last, newest first."""
         return heapq.nlargest(count, self._entries, key=lambda key: self._entries[key].last_use_s)
+
+    def hottest(self, limit: int, limit_bytes: int) -> list[bytes]:
+        """At most ``limit`` keys of together at most ``limit_bytes``, those used last first.
+
+        Of a prompt's chunks, which are used together, the earliest come first.
+        """
+        order = heapq.nsmallest(
+            limit,
+            self._entries,
+            key=lambda key: (-self._entries[key].last_use_s, self._entries[key].start),
+        )
+        sizes = accumulate(self._entries[key].size_bytes for key in order)
+        return [key for key, total in zip(order, sizes, strict=True) if total <= limit_bytes]
 
     def add(self, key: bytes, entry: Entry) -> None:
         """Record a new entry; raises ``KeyError`` if ``key`` is known."""

@@ -167,6 +167,10 @@ class ShardWriter:
         """Everything stored now."""
         return self._run(lambda: list(self._core.catalog), [])
 
+    def hottest(self, limit: int, limit_bytes: int) -> list[bytes]:
+        """At most ``limit`` keys of together at most ``limit_bytes``, those used last first."""
+        return self._run(lambda: self._hottest(limit, limit_bytes), [])
+
     def sync(self) -> None:
         """Write counted uses and make everything committed safe from a power failure."""
         self._thread.run(self._sync)
@@ -338,6 +342,10 @@ class ShardWriter:
 
     def _pinned(self) -> frozenset[bytes]:
         return self._core.pinned()
+
+    def _hottest(self, limit: int, limit_bytes: int) -> list[bytes]:
+        self._take_touches()
+        return self._core.catalog.hottest(limit, limit_bytes)
 
     def _discard(self, damaged: list[bytes]) -> None:
         self._guard(lambda: self._core.delete(damaged), 0)

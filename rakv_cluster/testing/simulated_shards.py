@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import accumulate
 
 import numpy as np
 
@@ -139,6 +140,11 @@ class SimulatedShards:
         for other in self.nodes:
             self._commit(node, list(self._read(other, keys).values()))
         return list(self._read(node, keys))
+
+    def _hottest(self, node: str, limit_bytes: int) -> list[bytes]:
+        order = list(self.records[node].items())[::-1]
+        sizes = accumulate(record.nbytes for _, record in order)
+        return [key for (key, _), total in zip(order, sizes, strict=True) if total <= limit_bytes]
 
     def _report(self, node: str, touched: Sequence[bytes], damaged: Sequence[bytes]) -> bool:
         for key in damaged:

@@ -174,3 +174,14 @@ def test_a_known_key_cannot_be_added_twice():
 
     with pytest.raises(KeyError):
         catalog.add(b"a", entry())
+
+
+def test_the_hottest_are_those_used_last_and_of_a_prompt_the_earliest():
+    catalog = Catalog(BUDGET)
+    for number in range(6):
+        catalog.add(b"%d" % number, entry(10, start=number))
+    catalog.touch([b"4", b"5", b"1"], 7.0)
+
+    assert catalog.hottest(10, 1000) == [b"1", b"4", b"5", b"0", b"2", b"3"]
+    assert catalog.hottest(10, 25) == [b"1", b"4"]
+    assert catalog.hottest(1, 1000) == [b"1"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rakv_cluster.cluster.admin import StoreAdmin
+from rakv_cluster.cluster.admin import Drained, StoreAdmin
+from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.kv.codec import encode
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.records import TINY_NAMESPACE, tiny_record
@@ -17,9 +18,14 @@ KEYS = [record.key for record in RECORDS]
 
 
 @pytest.fixture
-def cluster() -> SimulatedShards:
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def cluster(clock: ManualClock) -> SimulatedShards:
     """Record ``i`` on node ``i % 3``, and record 0 on every node."""
-    cluster = SimulatedShards(NODES, ManualClock(), np.random.default_rng(0))
+    cluster = SimulatedShards(NODES, clock, np.random.default_rng(0))
     for number, record in enumerate(RECORDS):
         cluster.hold(NODES[number % 3], encode(record))
     for node in NODES:
@@ -70,6 +76,47 @@ def test_warm_copies_to_the_nodes_named_only(cluster: SimulatedShards) -> None:
     assert {k: set(v) for k, v in admin(cluster).warm(KEYS, ["n2"]).items()} == {"n2": set(KEYS)}
     assert set(cluster.records["n2"]) == set(KEYS)
     assert len(cluster.records["n1"]) == 4
+
+
+def test_a_drained_node_leaves_what_it_alone_had_to_the_others(cluster: SimulatedShards) -> None:
+    drained = admin(cluster).drain("n0", limit_bytes=1 << 20, deadline_s=10.0)
+
+    assert drained == Drained(copied=3, left=0, elsewhere=1)
+    del cluster.records["n0"]
+    assert {key for held in cluster.records.values() for key in held} == set(KEYS)
+    copies = [key for held in cluster.records.values() for key in held]
+    assert len(copies) == len(KEYS) + 1  # record 0 was on both before
+
+
+def test_a_drain_is_bounded_by_bytes_and_takes_the_hottest(cluster: SimulatedShards) -> None:
+    size = cluster.records["n0"][KEYS[9]].nbytes
+
+    drained = admin(cluster).drain("n0", limit_bytes=2 * size, deadline_s=10.0)
+
+    assert drained == Drained(copied=2, left=0, elsewhere=0)
+    kept = {**cluster.records["n1"], **cluster.records["n2"]}
+    assert [number for number in (3, 6, 9) if KEYS[number] in kept] == [6, 9]  # held last
+
+
+def test_a_drain_ends_with_its_time_and_says_what_is_left(
+    cluster: SimulatedShards, clock: ManualClock
+) -> None:
+    for node in ("n1", "n2"):
+        cluster.faults[node] = Fault.LATE
+    began_s = clock.monotonic_s()
+
+    drained = StoreAdmin(cluster, lambda: NODES, clock, timeout_s=5.0).drain(
+        "n0", limit_bytes=1 << 20, deadline_s=8.0
+    )
+
+    assert drained == Drained(copied=0, left=4, elsewhere=0)
+    assert clock.monotonic_s() - began_s == 8.0
+
+
+def test_a_node_that_does_not_answer_cannot_be_drained(cluster: SimulatedShards) -> None:
+    cluster.faults["n0"] = Fault.GONE
+    with pytest.raises(StoreUnavailable, match="n0"):
+        admin(cluster).drain("n0", limit_bytes=1 << 20, deadline_s=8.0)
 
 
 def test_a_node_that_does_not_answer_is_missing_and_is_asked_again_next_time(
