@@ -112,6 +112,11 @@ class Settings(BaseModel):
     )
     ram_budget_bytes: Bytes = Field(ByteSize(1 * GIB), description="KV kept in RAM, per replica")
     disk_budget_bytes: Bytes = Field(ByteSize(8 * GIB), description="KV kept on disk, per node")
+    disk_codec: Literal["lossless", "fp16", "int8"] = Field(
+        "lossless",
+        description="how KV is kept on disk; fp16 and int8 take half and a quarter, and serve "
+        "`reuse: blend` only",
+    )
     default_reuse: ReuseMode = Field(
         ReuseMode.EXACT, description="`reuse` of requests that do not say"
     )

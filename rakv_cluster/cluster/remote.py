@@ -215,7 +215,8 @@ class RemoteShards:
             head = parse_head(record.head)
             tokens = len(item.token_ids)
             same = head.key == item.key and head.layout == item.layout
-            if not same or head.token_ids[:tokens] != tuple(item.token_ids):
+            usable = same and (head.lossless or item.may_be_lossy)
+            if not usable or head.token_ids[:tokens] != tuple(item.token_ids):
                 return miss
             decode(head, record.body, item.out)
         except CorruptRecord:

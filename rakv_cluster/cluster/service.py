@@ -98,7 +98,7 @@ def open_node_store(
     """
     node = ray.get_runtime_context().get_node_id()
     transport = RayTransport(settings.service, settings.namespace)
-    store = NodeStore(node, transport, settings.client, clock)
+    store = NodeStore(node, transport, settings.client, clock, codec=settings.codec)
     deadline_s = time.monotonic() + timeout_s
     while not store.refresh():
         if time.monotonic() >= deadline_s:

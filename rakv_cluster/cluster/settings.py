@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rakv_cluster.cluster.breaker import BreakerLimits
+from rakv_cluster.kv.codec import Codec
 from rakv_cluster.store.shard_writer import ShardSettings
 
 
@@ -70,13 +71,15 @@ class ClusterStoreSettings:
 
     ``folder`` exists on every node; a node's shard lies in the folder's subfolder that the node's
     label ``rakv-shard`` names (``shard`` without one), so that several nodes may share a disk.
-    ``namespace`` is the Ray namespace of its detached actors.
+    ``namespace`` is the Ray namespace of its detached actors. With a lossy ``codec`` the disks
+    serve approximate reuse only.
     """
 
     folder: str
     shard: ShardSettings
     service: str = "rakv"
     namespace: str = "rakv"
+    codec: Codec = Codec.SPLIT
     actor: ShardLimits = field(default_factory=ShardLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
     manager: ManagerLimits = field(default_factory=ManagerLimits)

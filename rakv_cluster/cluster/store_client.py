@@ -25,7 +25,7 @@ from rakv_cluster.cluster.peers import Answer, Call, Peers, Transport
 from rakv_cluster.cluster.remote import RemoteShards
 from rakv_cluster.cluster.settings import ClientLimits
 from rakv_cluster.cluster.single_flight import claim, release
-from rakv_cluster.kv.codec import EncodedRecord, encode
+from rakv_cluster.kv.codec import Codec, EncodedRecord, encode
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.store.base import Found, Loaded, LoadItem, StoreStats
 from rakv_cluster.store.counters import Counters
@@ -53,7 +53,10 @@ class NodeStore:
         limits: ClientLimits,
         clock: Clock,
         open_reader: Callable[[str], ShardReader] = ShardReader,
+        *,
+        codec: Codec = Codec.SPLIT,
     ) -> None:
+        self._codec = codec
         self._node = node
         self._limits = limits
         self._clock = clock
@@ -106,7 +109,8 @@ class NodeStore:
         Raises ``ValueError`` for a record that contradicts its own layout.
         """
         taken = sum(
-            self._commit(batch) for batch in self._batches([encode(record) for record in records])
+            self._commit(batch)
+            for batch in self._batches([encode(record, self._codec) for record in records])
         )
         self._counters.add("writes_taken", taken)
         self._counters.add("writes_lost", len(records) - taken)

@@ -2,9 +2,10 @@
 
 A record is a *head* (everything but KV, with its own checksum) and a *body* of one frame per
 layer, each with its own checksum, so that layers can be verified and decoded alone and nothing
-damaged is ever decoded. Two codecs, both lossless: ``SPLIT`` compresses the byte plane that holds
+damaged is ever decoded. Two codecs are lossless: ``SPLIT`` compresses the byte plane that holds
 sign and exponent and stores the mantissa bytes, which are noise, as they are; ``RAW`` stores the
-values. Arrays are little-endian, like every machine this runs on.
+values. ``HALF`` and ``INT8`` are for approximate reuse only (:mod:`rakv_cluster.kv.lossy`). Arrays
+are little-endian, like every machine this runs on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import zstandard
 
 from rakv_cluster.errors import CorruptRecord
 from rakv_cluster.kv.layout import KvDtype, KvLayout
+from rakv_cluster.kv.lossy import Quantized, dequantize, fits, quantize, to_bits, to_floats
 from rakv_cluster.kv.record import ChunkRecord
 
 FORMAT_VERSION = 1
@@ -51,6 +53,13 @@ class Codec(IntEnum):
 
     RAW = 0
     SPLIT = 1
+    HALF = 2
+    INT8 = 3
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding gives back the bits that were encoded."""
+        return self in (Codec.RAW, Codec.SPLIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,11 @@ class RecordHead:
     created_s: float
     body_bytes: int
     frames: tuple[Frame, ...]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding gives the bits that were put."""
+        return self.codec.lossless
 
     @property
     def kv_bytes(self) -> int:
@@ -113,18 +127,22 @@ _codecs = _ThreadCodecs()
 def encode(record: ChunkRecord, codec: Codec = Codec.SPLIT) -> EncodedRecord:
     """Encode one chunk; its KV may have any strides.
 
-    Raises ``ValueError`` when sizes, shape or dtype do not fit the layout.
+    Values that a lossy ``codec`` cannot hold, or that it would not make smaller, are encoded with
+    ``SPLIT``: the head says which. Raises ``ValueError`` when sizes, shape or dtype do not fit the
+    layout.
     """
     layout, kv, tokens = record.layout, record.kv, len(record.token_ids)
     if kv.shape != layout.shape(tokens) or kv.dtype != _BITS[layout.itemsize]:
         raise ValueError(f"kv is {kv.dtype}{list(kv.shape)}, which does not fit {layout}")
     if len(record.key) != _ID_BYTES or len(record.namespace) != _ID_BYTES:
         raise ValueError(f"key and namespace must have {_ID_BYTES} bytes")
+    if not codec.lossless and not _holds(codec, record):
+        codec = Codec.SPLIT
     parts: list[Buffer] = []
     table: list[bytes] = []
     body_bytes = 0
     for layer in kv:
-        pieces = _encode_layer(layer, codec)
+        pieces = _encode_layer(layer, codec, layout.dtype)
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
@@ -228,9 +246,21 @@ def _verified_frames(head: RecordHead, body: Buffer) -> Iterator[memoryview]:
         yield piece
 
 
-def _encode_layer(layer: np.ndarray, codec: Codec) -> list[Buffer]:
+def _holds(codec: Codec, record: ChunkRecord) -> bool:
+    """Whether a lossy codec can, and is worth it: half precision has no smaller half."""
+    if codec is Codec.HALF and record.layout.itemsize == 2:
+        return False
+    return all(fits(to_floats(layer, record.layout.dtype)) for layer in record.kv)
+
+
+def _encode_layer(layer: np.ndarray, codec: Codec, dtype: KvDtype) -> list[Buffer]:
     if codec is Codec.RAW:
         return [_bytes_of(layer)]
+    if codec is Codec.INT8:
+        small = quantize(to_floats(layer, dtype))
+        return [_bytes_of(part) for part in (small.key_scales, small.value_scales, small.values)]
+    if codec is Codec.HALF:
+        layer = to_bits(to_floats(layer, dtype), "float16")
     (top_shift, top_type), *rest = _PLANES[layer.dtype.itemsize]
     top = _codecs.compressor.compress(_bytes_of((layer >> top_shift).astype(top_type)))
     low = [_bytes_of((layer >> shift).astype(kind)) for shift, kind in rest]
@@ -249,8 +279,36 @@ def _decode_layer(head: RecordHead, piece: memoryview, out: np.ndarray) -> None:
     if head.codec is Codec.RAW:
         _check_size(piece, count * head.layout.itemsize)
         out[...] = np.frombuffer(piece, out.dtype).reshape(shape)[:, :, :tokens]
-        return
-    (top_shift, top_type), *rest = _PLANES[head.layout.itemsize]
+    elif head.codec is Codec.INT8:
+        small = _read_int8(piece, shape, tokens)
+        out[...] = to_bits(dequantize(small), head.layout.dtype)
+    elif head.codec is Codec.HALF:
+        half = np.empty(out.shape, np.uint16)
+        _decode_split(piece, shape, half)
+        out[...] = to_bits(to_floats(half, "float16"), head.layout.dtype)
+    else:
+        _decode_split(piece, shape, out)
+
+
+def _read_int8(piece: memoryview, shape: tuple[int, ...], tokens: int) -> Quantized:
+    """The first ``tokens`` of a quantized layer of ``shape``."""
+    _, heads, stored, size = shape
+    scales = heads * (size + stored)
+    _check_size(piece, 4 * scales + int(np.prod(shape)))
+    table = np.frombuffer(piece, np.float32, scales)
+    values = np.frombuffer(piece, np.int8, offset=4 * scales).reshape(shape)
+    return Quantized(
+        values[:, :, :tokens],
+        table[: heads * size].reshape(heads, 1, size),
+        table[heads * size :].reshape(heads, stored, 1)[:, :tokens],
+    )
+
+
+def _decode_split(piece: memoryview, shape: tuple[int, ...], out: np.ndarray) -> None:
+    """A frame of byte planes into ``out``, unsigned, the leading tokens of ``shape``."""
+    tokens = out.shape[2]
+    count = int(np.prod(shape))
+    (top_shift, top_type), *rest = _PLANES[out.dtype.itemsize]
     _check_size(piece, _PLANE.size, at_least=True)
     (top_bytes,) = _PLANE.unpack_from(piece)
     offset = _PLANE.size + top_bytes

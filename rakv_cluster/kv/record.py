@@ -27,3 +27,8 @@ class ChunkRecord:
     cost_ms: float
     numeric_class: str
     created_s: float
+
+    @property
+    def lossless(self) -> bool:
+        """Always: this is KV as it was computed."""
+        return True

@@ -142,7 +142,12 @@ class Blender:
         wanted = [chunk.content_key for chunk in prompt.chunks if chunk.end > covered]
         donors = self.store.donors(wanted) if wanted else {}
         found = self.store.find(list(donors.values())) if donors else {}
-        mine = usable(found, self.numeric_class, share_across_classes=self.share_across_classes)
+        mine = usable(
+            found,
+            self.numeric_class,
+            share_across_classes=self.share_across_classes,
+            approximate=True,
+        )
         return content_hits(prompt, donors, mine, covered=covered)
 
     @staticmethod
@@ -169,7 +174,7 @@ class Blender:
             for load in loads
         ]
         items = [
-            LoadItem(load.key, load.token_ids, self.layout, bits(target))
+            LoadItem(load.key, load.token_ids, self.layout, bits(target), may_be_lossy=True)
             for load, target in zip(loads, targets, strict=True)
         ]
         outcomes = self.store.load(items)

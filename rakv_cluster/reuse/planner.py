@@ -108,12 +108,20 @@ def tail_keys(namespace: bytes, parent: bytes, wanted: tuple[int, ...]) -> list[
 
 
 def usable(
-    found: Mapping[bytes, Found], numeric_class: str, *, share_across_classes: bool
+    found: Mapping[bytes, Found],
+    numeric_class: str,
+    *,
+    share_across_classes: bool,
+    approximate: bool = False,
 ) -> dict[bytes, Found]:
-    """Those records that this replica may use: same numeric class, unless sharing is allowed."""
-    if share_across_classes:
-        return dict(found)
-    return {key: each for key, each in found.items() if each.numeric_class == numeric_class}
+    """Those records that this replica may use: of its numeric class, unless sharing is allowed,
+    and lossless, unless the reuse is ``approximate`` anyway."""
+    return {
+        key: each
+        for key, each in found.items()
+        if (share_across_classes or each.numeric_class == numeric_class)
+        and (approximate or each.lossless)
+    }
 
 
 def plan_reuse(

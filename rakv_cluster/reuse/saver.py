@@ -158,5 +158,6 @@ class Saver:
         return (
             known is not None
             and known.numeric_class == record.numeric_class
+            and known.lossless
             and known.token_ids[: len(record.token_ids)] == record.token_ids
         )

@@ -60,7 +60,9 @@ def known(ns: bytes, contents: Sequence[Sequence[int]], store: ChunkStore) -> li
     """Sensitivity of each content's tokens, NaN where it is not stored."""
     figures = [np.full((1, 2, 1, len(ids), 1), np.nan, dtype=np.float32) for ids in contents]
     items = [
-        LoadItem(sensitivity_key(ns, ids), tuple(ids), LAYOUT, out.view(np.uint32))
+        LoadItem(
+            sensitivity_key(ns, ids), tuple(ids), LAYOUT, out.view(np.uint32), may_be_lossy=True
+        )
         for ids, out in zip(contents, figures, strict=True)
     ]
     outcomes = store.load(items)

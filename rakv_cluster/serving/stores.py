@@ -15,6 +15,7 @@ from rakv_cluster.cluster.service import open_node_store, open_store_admin
 from rakv_cluster.cluster.settings import ClusterStoreSettings
 from rakv_cluster.config import Settings
 from rakv_cluster.errors import StoreUnavailable
+from rakv_cluster.kv.codec import Codec
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
 from rakv_cluster.store.folder import ShardFolder
@@ -24,6 +25,7 @@ from rakv_cluster.store.null import NullStore
 from rakv_cluster.store.tiered import TieredStore
 from rakv_cluster.telemetry import Figures
 
+_CODECS = {"lossless": Codec.SPLIT, "fp16": Codec.HALF, "int8": Codec.INT8}
 _PREDECESSOR_S = 5.0
 _POLL_S = 0.1
 
@@ -33,6 +35,7 @@ def cluster_store_settings(settings: Settings) -> ClusterStoreSettings:
     return ClusterStoreSettings(
         folder=str(settings.store_path),
         shard=ShardSettings(budget_bytes=int(settings.disk_budget_bytes)),
+        codec=_CODECS[settings.disk_codec],
     )
 
 

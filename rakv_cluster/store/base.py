@@ -35,7 +35,8 @@ class Found:
     """What :meth:`ChunkStore.find` knows about a stored record without reading its KV.
 
     ``stored_bytes`` is what it takes of its tier's budget; the rest is as in the record that was
-    put, so that a tier can hand it on to another.
+    put, so that a tier can hand it on to another. Of a record that is not ``lossless`` only
+    approximate reuse may load anything, and no other tier gets it.
     """
 
     token_ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class Found:
     namespace: bytes
     start: int
     created_s: float
+    lossless: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,15 @@ class LoadItem:
     """Ask for the first ``len(token_ids)`` tokens of the record under ``key``.
 
     ``out`` receives the bits: ``[layers, 2, kv_heads, n, head_dim]``, writable, usually a slice
-    of a sequence's buffer. Token ids that differ from the record's make it a miss.
+    of a sequence's buffer. Token ids that differ from the record's make it a miss, and so does a
+    lossy record unless it ``may_be_lossy``: exact reuse gets the bits that were put, or none.
     """
 
     key: bytes
     token_ids: tuple[int, ...]
     layout: KvLayout
     out: np.ndarray
+    may_be_lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +94,22 @@ class Described(Protocol):
     @property
     def numeric_class(self) -> str: ...
 
+    @property
+    def lossless(self) -> bool: ...
+
 
 def serves(stored: Described, offered: Described) -> bool:
     """Whether a stored record already serves all that an offered one under the same key could.
 
     Records under a chunk's key always have equal tokens. An open tail gives way to a longer or a
     diverging one, never to a prefix of itself; a record of another numeric class gives way to the
-    one in use.
+    one in use, a lossy one to a lossless one.
     """
-    prefix = stored.token_ids[: len(offered.token_ids)]
-    return prefix == offered.token_ids and stored.numeric_class == offered.numeric_class
+    return (
+        stored.token_ids[: len(offered.token_ids)] == offered.token_ids
+        and stored.numeric_class == offered.numeric_class
+        and (stored.lossless or not offered.lossless)
+    )
 
 
 class ChunkStore(Protocol):

@@ -69,7 +69,7 @@ class StoredHead:
         head = self.head
         return Found(
             head.token_ids, Tier.DISK, self.size_bytes, head.cost_ms, head.numeric_class,
-            head.namespace, head.start, head.created_s,
+            head.namespace, head.start, head.created_s, head.lossless,
         )  # fmt: skip
 
 

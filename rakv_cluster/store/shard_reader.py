@@ -195,6 +195,7 @@ class ShardReader:
                 stored is None
                 or stored.head.token_ids[: len(wanted)] != wanted
                 or stored.head.layout != item.layout
+                or not (stored.head.lossless or item.may_be_lossy)
             ):
                 return None
             body = self._scratch.take(stored.head.body_bytes)

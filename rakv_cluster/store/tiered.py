@@ -120,7 +120,9 @@ class TieredStore:
         whole = [
             _record(item, found[item.key])
             for item in items
-            if item.key in found and found[item.key].token_ids == tuple(item.token_ids)
+            if item.key in found
+            and found[item.key].lossless
+            and found[item.key].token_ids == tuple(item.token_ids)
         ]
         self._counters.add("promotions", self._memory.put(whole))
 

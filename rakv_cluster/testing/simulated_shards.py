@@ -169,5 +169,5 @@ def _found(record: EncodedRecord) -> Found:
     head = parse_head(record.head)
     return Found(
         head.token_ids, Tier.DISK, record.nbytes, head.cost_ms, head.numeric_class,
-        head.namespace, head.start, head.created_s,
+        head.namespace, head.start, head.created_s, head.lossless,
     )  # fmt: skip
