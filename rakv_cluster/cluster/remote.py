@@ -213,10 +213,7 @@ class RemoteShards:
             return miss
         try:
             head = parse_head(record.head)
-            tokens = len(item.token_ids)
-            same = head.key == item.key and head.layout == item.layout
-            usable = same and (head.lossless or item.may_be_lossy)
-            if not usable or head.token_ids[:tokens] != tuple(item.token_ids):
+            if head.key != item.key or not item.accepts(head):
                 return miss
             decode(head, record.body, item.out)
         except CorruptRecord:

@@ -182,7 +182,7 @@ def _load_batch(
     slots = [buffer.slots(load.start, load.end) for load in batch]
     landings = [transfer.landing(each, layout) for each in slots]
     items = [
-        LoadItem(load.key, load.token_ids, layout, bits(landing))
+        LoadItem(load.key, load.token_ids, layout, bits(landing), numeric_class=load.numeric_class)
         for load, landing in zip(batch, landings, strict=True)
     ]
     try:

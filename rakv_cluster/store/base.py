@@ -56,7 +56,9 @@ class LoadItem:
 
     ``out`` receives the bits: ``[layers, 2, kv_heads, n, head_dim]``, writable, usually a slice
     of a sequence's buffer. Token ids that differ from the record's make it a miss, and so does a
-    lossy record unless it ``may_be_lossy``: exact reuse gets the bits that were put, or none.
+    lossy record unless it ``may_be_lossy``: exact reuse gets the bits that were put, or none. So
+    does a record of another class than ``numeric_class`` (empty: any will do), which may have taken
+    the place of the one that was found.
     """
 
     key: bytes
@@ -64,6 +66,16 @@ class LoadItem:
     layout: KvLayout
     out: np.ndarray
     may_be_lossy: bool = False
+    numeric_class: str = ""
+
+    def accepts(self, stored: Stored) -> bool:
+        """Whether a record's KV is what this item asks for."""
+        return (
+            stored.token_ids[: len(self.token_ids)] == tuple(self.token_ids)
+            and stored.layout == self.layout
+            and (stored.lossless or self.may_be_lossy)
+            and self.numeric_class in ("", stored.numeric_class)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,13 @@ def serves(stored: Described, offered: Described) -> bool:
         and stored.numeric_class == offered.numeric_class
         and (stored.lossless or not offered.lossless)
     )
+
+
+class Stored(Described, Protocol):
+    """A record, or its head."""
+
+    @property
+    def layout(self) -> KvLayout: ...
 
 
 class ChunkStore(Protocol):

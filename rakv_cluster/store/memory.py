@@ -123,11 +123,7 @@ class MemoryStore:
 
 def _load(held: ChunkRecord | None, item: LoadItem) -> Loaded:
     tokens = len(item.token_ids)
-    if (
-        held is None
-        or held.token_ids[:tokens] != tuple(item.token_ids)
-        or held.layout != item.layout
-    ):
+    if held is None or not item.accepts(held):
         return Loaded(ok=False, tier=Tier.RAM)
     np.copyto(item.out, held.kv[:, :, :, :tokens])
     return Loaded(ok=True, tier=Tier.RAM, stored_bytes=held.kv.nbytes)

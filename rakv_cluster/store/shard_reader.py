@@ -187,16 +187,9 @@ class ShardReader:
         self._source.close()
 
     def _load(self, item: LoadItem) -> Loaded:
-        wanted = tuple(item.token_ids)
-
         def fetch(generation: Generation, txn: Any) -> tuple[StoredHead, np.ndarray] | None:
             stored = get_head(generation, txn, item.key)
-            if (
-                stored is None
-                or stored.head.token_ids[: len(wanted)] != wanted
-                or stored.head.layout != item.layout
-                or not (stored.head.lossless or item.may_be_lossy)
-            ):
+            if stored is None or not item.accepts(stored.head):
                 return None
             body = self._scratch.take(stored.head.body_bytes)
             read_body(generation, txn, stored, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,11 @@ from rakv_cluster.testing.records import TINY_LAYOUT, tiny_record
 BUDGET = 40 * 4096
 QUOTA = 25 * 4096
 MAX_AGE_S = 1000.0
+COUNTED = (
+    "disk_puts", "disk_evictions", "disk_duplicates", "disk_deletes", "disk_expired", "disk_hits",
+    "disk_misses", "disk_corrupt", "rebuilds",
+)  # fmt: skip
+"""Counters that the machine keeps as well."""
 NAMESPACES = tuple(hashlib.sha256(name).digest() for name in (b"one", b"two"))
 
 numbers = st.integers(0, 30)
@@ -50,6 +56,7 @@ class ShardMachine(RuleBasedStateMachine):
         self.known: dict[bytes, ChunkRecord] = {}
         self.sizes: dict[bytes, int] = {}
         self.pins: dict[tuple[bytes, str], float] = {}
+        self.counted: Counter[str] = Counter()
         self.open()
 
     @property
@@ -62,6 +69,7 @@ class ShardMachine(RuleBasedStateMachine):
         )
         self.writer = ShardWriter(self.folder, limits, self.clock)
         self.reader = ShardReader(WriterSource(self.writer))
+        self.counted.clear()
 
     def teardown(self) -> None:
         self.writer.close()
@@ -92,6 +100,10 @@ class ShardMachine(RuleBasedStateMachine):
             encoded = encode(match[-1])
             self.sizes[key] = charged_bytes(len(encoded.head), len(encoded.body))
         assert len(result.stored) + result.duplicates + result.refused <= len(batch)
+        self.counted["disk_puts"] += len(result.stored)
+        self.counted["disk_evictions"] += len(result.evicted)
+        self.counted["disk_duplicates"] += result.duplicates
+        self.counted["refused"] += result.refused
 
     @rule(chosen=st.lists(numbers, max_size=5))
     def delete(self, chosen: list[int]) -> None:
@@ -101,6 +113,7 @@ class ShardMachine(RuleBasedStateMachine):
         assert self.writer.delete(keys) == len(there)
 
         self.forget(there)
+        self.counted["disk_deletes"] += len(there)
 
     @rule(namespace=st.sampled_from(NAMESPACES))
     def clear(self, namespace: bytes) -> None:
@@ -109,6 +122,7 @@ class ShardMachine(RuleBasedStateMachine):
         assert self.writer.clear(namespace) == len(there)
 
         self.forget(there)
+        self.counted["disk_deletes"] += len(there)
 
     @rule(chosen=st.lists(numbers, max_size=5))
     def touch(self, chosen: list[int]) -> None:
@@ -150,6 +164,7 @@ class ShardMachine(RuleBasedStateMachine):
         now_s = self.clock.wall_s()
         old = [key for key, r in self.known.items() if now_s - r.created_s > MAX_AGE_S]
         assert set(left) == set(old)
+        self.counted["disk_expired"] += len(old)
         self.forget(old)
         self.pins = {pin: end for pin, end in self.pins.items() if end > now_s}
 
@@ -158,6 +173,7 @@ class ShardMachine(RuleBasedStateMachine):
         copied = self.writer.compact()
 
         assert (copied.records, copied.damaged) == (len(self.known), 0)
+        self.counted["rebuilds"] += 1
 
     @rule()
     def reopen(self) -> None:
@@ -182,7 +198,10 @@ class ShardMachine(RuleBasedStateMachine):
 
         left = set(self.writer.keys())
         assert held & set(self.known) <= left
-        self.forget([key for key in self.known if key not in left])
+        evicted = [key for key in self.known if key not in left]
+        self.forget(evicted)
+        self.counted["disk_evictions"] += len(evicted)
+        self.counted["rebuilds"] += self.writer.stats().counters["rebuilds"]  # if its map changed
 
     @rule()
     def sync(self) -> None:
@@ -203,6 +222,13 @@ class ShardMachine(RuleBasedStateMachine):
             assert sum(self.sizes[key] for key in keys) <= QUOTA
         assert stats.counters["quarantines"] == 0
         assert self.writer.pinned() == self.held()
+        counters = stats.counters | self.reader.counters()
+        refused = sum(count for name, count in counters.items() if "refused" in name)
+        truth = {name: self.counted[name] for name in COUNTED}
+        assert {**{name: counters[name] for name in COUNTED}, "refused": refused} == {
+            **truth,
+            "refused": self.counted["refused"],
+        }
 
     @invariant()
     def returns_the_bits_that_went_in(self) -> None:
@@ -212,6 +238,7 @@ class ShardMachine(RuleBasedStateMachine):
 
         outcomes = self.reader.load(items)
 
+        self.counted["disk_hits"] += len(items)
         assert all(outcome.ok for outcome in outcomes)
         for record, item in zip(records, items, strict=True):
             assert found[record.key].token_ids == record.token_ids

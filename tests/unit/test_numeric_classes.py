@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rakv_cluster.cluster.settings import ClientLimits
+from rakv_cluster.cluster.store_client import NodeStore
 from rakv_cluster.engine.request import RequestStats
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.kv.codec import encode
 from rakv_cluster.serving.openai_format import Totals
+from rakv_cluster.store.base import ChunkStore
+from rakv_cluster.store.lmdb_shard import LmdbStore, ShardSettings, ShardWriter
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import EngineHarness
 from rakv_cluster.testing.fake_runner import FakeRunner
+from rakv_cluster.testing.records import load_item, tiny_record
+from rakv_cluster.testing.simulated_shards import SimulatedShards
 from rakv_cluster.types import ReuseMode
 
 STRICT = EngineSettings(price_loads=False)
@@ -84,6 +93,28 @@ def test_who_joins_a_request_that_uses_them_has_them_from_the_store_as_well() ->
 
     assert [a.stats.other_class_tokens for a in answers] == [len(DOCUMENT)] * 2
     assert site.classes() == {"theirs"}
+
+
+def test_a_record_that_was_replaced_after_it_was_found_is_a_miss(tmp_path: Path) -> None:
+    """Another class's record may have taken its place under the same key, with equal tokens."""
+    clock = ManualClock()
+    shards = SimulatedShards(["n0", "n1"], clock, np.random.default_rng(0))
+    record = replace(tiny_record(1), numeric_class="theirs")
+    shards.hold("n1", encode(record))
+    remote = NodeStore("n0", shards, ClientLimits(refresh_s=3600.0), clock)
+    remote.refresh()
+    stores: list[ChunkStore] = [
+        MemoryStore(1 << 20, clock),
+        LmdbStore(ShardWriter(tmp_path, ShardSettings(1 << 20), clock)),
+        remote,
+    ]
+    for store in stores:
+        store.put([record])
+        assert store.find([record.key])[record.key].numeric_class == "theirs"
+        for wanted, ok in (("ours", False), ("theirs", True), ("", True)):
+            (outcome,) = store.load([replace(load_item(record), numeric_class=wanted)])
+            assert outcome.ok is ok
+        store.close()
 
 
 def test_own_kv_is_no_other_class_where_sharing_is_allowed() -> None:
