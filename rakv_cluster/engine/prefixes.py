@@ -77,6 +77,7 @@ class Prefixes:
             numeric_class=numeric_class,
             share_across_classes=settings.share_across_classes,
             price_loads=settings.price_loads,
+            openings=saver.openings,
         )
         self._residents = Residents()
         self._store_paused_until_s = float("-inf")

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.reuse.blending import (
     DonorLoad,
+    chunk_guesses,
     compute_ms,
     content_hits,
+    offset_guesses,
     positions_to_compute,
     reused_positions,
 )
@@ -72,6 +75,7 @@ class Blender:
     numeric_class: str
     share_across_classes: bool
     price_loads: bool
+    openings: Openings
 
     def blend(
         self,
@@ -139,7 +143,9 @@ class Blender:
         )
 
     def _hits(self, prompt: ChunkedPrompt, covered: int) -> tuple[DonorLoad, ...]:
-        wanted = [chunk.content_key for chunk in prompt.chunks if chunk.end > covered]
+        # At chunk borders first: those hits lie side by side.
+        guesses = chunk_guesses(prompt, covered) + offset_guesses(prompt, self.openings, covered)
+        wanted = list({guess.content_key for guess in guesses})
         donors = self.store.donors(wanted) if wanted else {}
         found = self.store.find(list(donors.values())) if donors else {}
         mine = usable(
@@ -148,7 +154,7 @@ class Blender:
             share_across_classes=self.share_across_classes,
             approximate=True,
         )
-        return content_hits(prompt, donors, mine, covered=covered)
+        return content_hits(guesses, donors, mine)
 
     @staticmethod
     def _pays(

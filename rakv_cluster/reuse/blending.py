@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rakv_cluster.chunking.keys import content_key
+from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.selection import Floats, Positions, Reused
 from rakv_cluster.store.base import Found
@@ -41,31 +43,67 @@ class DonorLoad:
         return self.start - self.donor_start
 
 
-def content_hits(
-    prompt: ChunkedPrompt,
-    donors: Mapping[bytes, bytes],
-    found: Mapping[bytes, Found],
-    *,
-    covered: int,
-) -> tuple[DonorLoad, ...]:
-    """Chunks behind position ``covered`` that some donor has, in order.
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens ``[start, end)`` of a prompt that may have been computed elsewhere, and their name."""
+
+    start: int
+    token_ids: tuple[int, ...]
+    content_key: bytes
+
+    @property
+    def end(self) -> int:
+        """Position one past the last token."""
+        return self.start + len(self.token_ids)
+
+
+def chunk_guesses(prompt: ChunkedPrompt, covered: int) -> list[Guess]:
+    """The prompt's chunks behind position ``covered``.
 
     Never the prompt's last token, whose logits are needed, and nothing at position 0, where KV
-    computed elsewhere is no attention sink. A hit counts only if the tokens are equal.
+    computed elsewhere is no attention sink.
     """
     limit = len(prompt.token_ids) - 1
-    loads = []
-    for chunk in prompt.chunks:
-        key = donors.get(chunk.content_key, b"")
+    return [
+        Guess(chunk.start, chunk.token_ids[: limit - chunk.start], chunk.content_key)
+        for chunk in prompt.chunks
+        if max(covered, 1) <= chunk.start < limit
+    ]
+
+
+def offset_guesses(prompt: ChunkedPrompt, openings: Openings, covered: int) -> list[Guess]:
+    """What may stand anywhere else behind ``covered``: text quoted inside other text."""
+    start = max(covered, 1)
+    ids = prompt.token_ids
+    borders = {(chunk.start, len(chunk.token_ids)) for chunk in prompt.chunks}
+    guesses = []
+    for at, length in openings.guesses(ids[:-1], start):
+        if (at, length) not in borders:
+            quoted = ids[at : at + length]
+            guesses.append(Guess(at, quoted, content_key(prompt.namespace, quoted)))
+    return guesses
+
+
+def content_hits(
+    guesses: Sequence[Guess], donors: Mapping[bytes, bytes], found: Mapping[bytes, Found]
+) -> tuple[DonorLoad, ...]:
+    """Those of ``guesses`` that some donor has, by position, without overlaps: the first guess
+    that claims a token has it. A hit counts only if the tokens are equal."""
+    hits: list[DonorLoad] = []
+    for guess in guesses:
+        key = donors.get(guess.content_key, b"")
         record = found.get(key)
-        wanted = chunk.token_ids[: max(limit - chunk.start, 0)]
-        if chunk.start < max(covered, 1) or record is None or not wanted or record.start < 1:
+        if record is None or record.start < 1:
             continue
-        if record.token_ids[: len(wanted)] == wanted:
-            loads.append(
-                DonorLoad(key, chunk.start, wanted, record.start, record.tier, record.stored_bytes)
-            )
-    return tuple(loads)
+        equal = record.token_ids[: len(guess.token_ids)] == guess.token_ids
+        if equal and not any(hit.start < guess.end and guess.start < hit.end for hit in hits):
+            hits.append(
+                DonorLoad(
+                    key, guess.start, guess.token_ids, record.start, record.tier,
+                    record.stored_bytes,
+                )
+            )  # fmt: skip
+    return tuple(sorted(hits, key=lambda hit: hit.start))
 
 
 def reused_positions(loads: Sequence[DonorLoad], sensitivity: Sequence[Floats]) -> Reused:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
@@ -32,6 +33,7 @@ class Saver:
 
     At most ``queue_bytes`` of copies wait at once; what does not fit is dropped and counted.
     A record is skipped if the store holds the same tokens (or more) under its key already.
+    ``openings`` are those of all records offered, so that they are found at any offset.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Saver:
         self._queue_bytes = queue_bytes
         self._settle_s = settle_s
         self._learn_sensitivity = learn_sensitivity
+        self.openings = Openings()
         self._lock = threading.Condition()
         self._pending: dict[bytes, _Pending] = {}
         self._queued_bytes = 0
@@ -132,6 +135,7 @@ class Saver:
         taken, dropped = 0, 0
         try:
             record = make(kv=copy.wait())
+            self.openings.add(record.token_ids)
             if not self._stored(record):
                 taken = self._store.put([record])
                 dropped = 1 - taken

@@ -214,3 +214,25 @@ def test_a_model_that_is_not_calibrated_is_computed_exactly_and_says_so(
     assert "not calibrated" in answer.stats.blend_refusal
     assert not answer.stats.approximate
     assert answer.token_ids == plain(subject, *shuffled)
+
+
+def test_text_quoted_inside_other_text_is_found(subject: Subject) -> None:
+    clock = ManualClock()
+    limits = ChunkLimits(min_tokens=32, max_tokens=40)
+    engine = EngineHarness(
+        subject.runner,
+        MemoryStore(1 << 28, clock),
+        clock,
+        settings=SETTINGS,
+        limits=limits,
+        blending=subject.support,
+    )
+    ask(engine, SYSTEM, FIRST, QUESTION)
+    quoting = [*text(8, 11), *FIRST, *text(9, 30)]
+
+    kept = ask(engine, SYSTEM, quoting, QUESTION, recompute=0.0)
+    whole = ask(engine, SYSTEM, quoting, QUESTION, recompute=1.0)
+
+    assert kept.stats.blended_tokens == len(FIRST)
+    assert whole.stats.repaired_tokens == len(FIRST)
+    assert whole.token_ids == plain(subject, SYSTEM, quoting, QUESTION)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rakv_cluster.chunking.boundaries import ChunkLimits
+from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import bits
@@ -44,6 +45,7 @@ class Rig:
         self.runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
         self.rotation = key_rotation(model, self.runner)
         self.store = MemoryStore(1 << 28, ManualClock())
+        self.openings = Openings()
 
     def prompt(self, *segments: Sequence[int]) -> ChunkedPrompt:
         return chunk_prompt(NAMESPACE, segments, no_cuts(VOCAB_SIZE), LIMITS)
@@ -88,7 +90,7 @@ class Rig:
     ) -> Blended:
         blender = Blender(
             BlendSupport(rotation), store, self.runner.layout, "c",
-            share_across_classes=False, price_loads=price_loads,
+            share_across_classes=False, price_loads=price_loads, openings=self.openings,
         )  # fmt: skip
         total = len(prompt.token_ids)
         wish = BlendWish(recompute=recompute)

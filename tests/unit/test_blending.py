@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
+from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.reuse.blending import (
     DonorLoad,
+    Guess,
+    chunk_guesses,
     content_hits,
+    offset_guesses,
     positions_to_compute,
     reused_positions,
 )
@@ -63,7 +67,7 @@ def test_hits_are_what_stands_behind_the_exact_prefix() -> None:
     prompt = prompt_of(range(4), range(4, 8), range(8, 12), [50])
     donors, found = everywhere(prompt, start=40)
 
-    hits = content_hits(prompt, donors, found, covered=4)
+    hits = content_hits(chunk_guesses(prompt, 4), donors, found)
 
     assert [(hit.start, hit.end, hit.distance) for hit in hits] == [(4, 8, -36), (8, 12, -32)]
 
@@ -72,7 +76,7 @@ def test_the_first_and_the_last_position_are_always_computed() -> None:
     prompt = prompt_of(range(4), range(4, 8))
     donors, found = everywhere(prompt, start=40)
 
-    (hit,) = content_hits(prompt, donors, found, covered=0)
+    (hit,) = content_hits(chunk_guesses(prompt, 0), donors, found)
 
     assert (hit.start, hit.token_ids) == (4, (4, 5, 6))
 
@@ -82,8 +86,34 @@ def test_kv_with_the_sink_and_other_tokens_are_no_hits() -> None:
     donors, found = everywhere(prompt, start=0)
     lying = {key: replace(each, token_ids=(9, 9, 9, 9), start=8) for key, each in found.items()}
 
-    assert content_hits(prompt, donors, found, covered=0) == ()
-    assert content_hits(prompt, donors, lying, covered=0) == ()
+    guesses = chunk_guesses(prompt, 0)
+    assert content_hits(guesses, donors, found) == ()
+    assert content_hits(guesses, donors, lying) == ()
+
+
+def test_a_quoted_chunk_is_found_at_its_offset_beside_hits_at_borders() -> None:
+    quoted = tuple(40 + index % 50 for index in range(40))
+    openings = Openings()
+    openings.add(quoted)
+    prompt = prompt_of(range(4), range(4, 8), [9, 9, 9, *quoted, 9, 9], [50])
+    guesses = chunk_guesses(prompt, 4) + offset_guesses(prompt, openings, 4)
+    donors = {guess.content_key: guess.content_key for guess in (guesses[0], guesses[-1])}
+    found = {guess.content_key: stored(guess.token_ids, 70) for guess in (guesses[0], guesses[-1])}
+
+    hits = content_hits(guesses, donors, found)
+
+    assert [(hit.start, hit.end) for hit in hits] == [(4, 8), (11, 51)]
+
+
+def test_guesses_that_overlap_leave_the_token_to_the_first() -> None:
+    prompt = prompt_of(range(4), range(4, 8), [50])
+    (first,) = chunk_guesses(prompt, 4)
+    second = Guess(6, (6, 7), b"second")
+    donors = {first.content_key: b"a", second.content_key: b"b"}
+    found = {b"a": stored(first.token_ids, 9), b"b": stored(second.token_ids, 9)}
+
+    assert [hit.start for hit in content_hits([first, second], donors, found)] == [4]
+    assert [hit.start for hit in content_hits([second, first], donors, found)] == [6]
 
 
 def load(start: int, length: int, donor_start: int) -> DonorLoad:
