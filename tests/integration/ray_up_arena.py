@@ -51,6 +51,8 @@ def main(work: Path, repository: Path) -> None:
         # Now that both nodes serve, `ray stop` has run on both: the head starts the worker later.
         facts["decoys_after_up"] = running(work / "decoy" / "raylet")
         ray("down", "--yes", str(files))
+        # The head's is stopped, the worker's gives up when it has missed the head for a minute.
+        wait_for(lambda: running(Path("raylet")) == 0, "no raylet runs")
         facts["raylets_after_down"] = running(Path("raylet"))
     finally:
         (work / "facts.json").write_text(json.dumps(facts))
@@ -116,10 +118,8 @@ def write_files(work: Path, repository: Path) -> Path:
     cluster["provider"] |= {"head_ip": HEAD, "worker_ips": [WORKER]}
     cluster["auth"] = {"ssh_user": pwd.getpwuid(os.getuid()).pw_name,
                        "ssh_private_key": str(work / "key")}  # fmt: skip
-    cluster["setup_commands"] = [
-        "chmod 600 ~/rakv/ray-token",
-        f"ln -sfn {sys.prefix} ~/rakv/venv",
-    ]
+    setup = [command for command in cluster["setup_commands"] if "venv" not in command]
+    cluster["setup_commands"] = [f"ln -sfn {sys.prefix} ~/rakv/venv", *setup]
     environment = (deploy / "ray.env").read_text()
     (work / "ray.env").write_text(environment + f"export PYTHONPATH={repository}\n")
     serve = yaml.safe_load((deploy / "serve.yaml").read_text())
