@@ -68,6 +68,20 @@ def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
     return str(grammar)
 
 
+def lark_grammar(lark: str, field: str) -> str:
+    """A grammar in the library's own notation; raises as :func:`schema_grammar` does."""
+    if len(lark) > _LONGEST_BYTES:
+        raise InvalidRequest(f"the schemas have more than {_LONGEST_BYTES} bytes", field=field)
+    try:
+        grammar = LLMatcher.grammar_from_lark(lark)
+        problem = LLMatcher.validate_grammar(grammar, None)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise InvalidRequest(f"the schemas cannot be enforced: {problem[:300]}", field=field)
+    return str(grammar)
+
+
 class TokenizerGrammars:
     """:class:`Grammars` of one tokenizer. Making it takes some 0.3 s; safe to share."""
 

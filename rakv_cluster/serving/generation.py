@@ -38,8 +38,17 @@ class TokenText:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function the model wants called; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """A choice's next piece; ``finish_reason`` is ``stop`` or ``length`` on its last one.
+    ``calls`` are empty but behind :func:`~rakv_cluster.serving.tool_calls.split_calls`.
 
     ``output_tokens`` counts the tokens so far. ``stats`` is the engine's account, once known.
     """
@@ -50,6 +59,7 @@ class Update:
     tokens: tuple[TokenText, ...] = ()
     finish_reason: str = ""
     stats: RequestStats = field(default_factory=RequestStats)
+    calls: tuple[ToolCall, ...] = ()
 
 
 async def run_choice(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -35,6 +36,7 @@ from rakv_cluster.serving.openai_models import (
     GenerationRequest,
     parse,
 )
+from rakv_cluster.serving.openai_tools import offered
 from rakv_cluster.serving.openapi import (
     ERRORS,
     MODEL,
@@ -48,6 +50,7 @@ from rakv_cluster.serving.openapi import (
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
 from rakv_cluster.serving.token_api import add_token_routes
+from rakv_cluster.serving.tool_calls import split_calls
 
 _DONE = b"data: [DONE]\n\n"
 _PROBE_TIMEOUT_S = 2.0
@@ -125,6 +128,7 @@ class _Exchange:
         self._metrics = metrics
         self._endpoint = endpoint
         self._started_s = service.clock.monotonic_s()
+        self._tools = False
 
     async def answer(self, http: Request, kind: type[GenerationRequest]) -> Response:
         """Read, validate, run; errors before the first token become the response's status."""
@@ -132,6 +136,9 @@ class _Exchange:
         request = parse(kind, body)
         caller = caller_of(http)
         prepared = await self._service.prepare(request, caller)
+        self._tools = isinstance(request, ChatRequest) and bool(
+            offered(request.tools, request.tool_choice)
+        )
         run = Run(
             self._service,
             self._metrics,
@@ -150,7 +157,7 @@ class _Exchange:
         )
         if not request.stream:
             return await self._whole(request, run, header)
-        updates = run.updates()
+        updates = self._updates(run)
         # Awaited here, so that a refusal still has its status code.
         first = await anext(updates)
         return StreamingResponse(
@@ -159,9 +166,12 @@ class _Exchange:
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
+    def _updates(self, run: Run) -> AsyncGenerator[Update, None]:
+        return split_calls(run.updates()) if self._tools else run.updates()
+
     async def _whole(self, request: GenerationRequest, run: Run, header: Header) -> Response:
         choices = {choice.index: ChoiceText() for choice in run.prepared.choices}
-        async with aclosing(run.updates()) as updates:
+        async with aclosing(self._updates(run)) as updates:
             async for update in updates:
                 choices[update.index].add(update)
         body = openai_format.full_body(
@@ -183,6 +193,7 @@ class _Exchange:
         updates: AsyncGenerator[Update, None],
     ) -> AsyncIterator[bytes]:
         opened: set[int] = set()
+        calls: Counter[int] = Counter()
 
         def event(update: Update) -> bytes:
             body = openai_format.stream_body(
@@ -192,7 +203,9 @@ class _Exchange:
                 first=update.index not in opened,
                 with_logprobs=request.alternatives >= 0,
                 echo=_echo(request, self._service.token_bytes),
+                calls_before=calls[update.index],
             )
+            calls[update.index] += len(update.calls)
             opened.add(update.index)
             return _event(body)
 
@@ -200,7 +213,7 @@ class _Exchange:
             yield event(first)
             try:
                 async for update in updates:
-                    if update.text or update.tokens or update.finish_reason:
+                    if update.text or update.tokens or update.calls or update.finish_reason:
                         yield event(update)
             except RakvError as error:
                 yield _event(openai_format.error_body(error))

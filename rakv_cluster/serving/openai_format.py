@@ -11,7 +11,7 @@ from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import RakvError
 from rakv_cluster.model.card import Exactness
 from rakv_cluster.serving.documents import Placed
-from rakv_cluster.serving.generation import TokenText, Update
+from rakv_cluster.serving.generation import TokenText, ToolCall, Update
 from rakv_cluster.types import ReuseMode, TokenLogprob
 
 Endpoint = Literal["chat", "completions"]
@@ -153,12 +153,14 @@ class ChoiceText:
 
     text: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str = ""
 
     def add(self, update: Update) -> None:
         """Append one update."""
         self.text.append(update.text)
         self.tokens += update.tokens
+        self.calls += update.calls
         self.finish_reason = update.finish_reason
 
 
@@ -177,7 +179,11 @@ def full_body(
         logprobs = _logprobs(header.endpoint, choice.tokens, token_bytes) if with_logprobs else None
         body: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
         if header.endpoint == "chat":
-            body |= {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                calls = [_call(header, index, n, call) for n, call in enumerate(choice.calls)]
+                message |= {"content": text or None, "tool_calls": calls}
+            body |= {"message": message}
         else:
             body |= {"text": text}
         bodies.append(body | {"logprobs": logprobs})
@@ -192,17 +198,34 @@ def stream_body(
     first: bool,
     with_logprobs: bool,
     echo: str = "",
+    calls_before: int = 0,
 ) -> dict[str, Any]:
-    """One chunk of a stream; a choice's ``first`` one carries the role or the echoed prompt."""
+    """One chunk of a stream; a choice's ``first`` one carries the role or the echoed prompt.
+
+    ``calls_before``: tool calls that the choice has sent already.
+    """
     logprobs = _logprobs(header.endpoint, update.tokens, token_bytes) if with_logprobs else None
     body: dict[str, Any] = {"index": update.index, "finish_reason": update.finish_reason or None}
     if header.endpoint == "chat":
         role = {"role": "assistant"} if first else {}
         body |= {"delta": role | {"content": update.text}}
+        if update.calls:
+            numbered = enumerate(update.calls, start=calls_before)
+            calls = [{"index": n, **_call(header, update.index, n, c)} for n, c in numbered]
+            body["delta"]["tool_calls"] = calls
     else:
         body |= {"text": (echo if first else "") + update.text}
     body |= {"logprobs": logprobs}
     return header.chunk([body], object=_object(header.endpoint, streamed=True))
+
+
+def _call(header: Header, choice: int, number: int, call: ToolCall) -> dict[str, Any]:
+    """A tool call; its id is unique as the response's is."""
+    return {
+        "id": f"call_{header.id.rpartition('-')[2]}_{choice}_{number}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def usage_body(header: Header, totals: Totals, total_ms: float) -> dict[str, Any]:

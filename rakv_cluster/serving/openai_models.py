@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
@@ -24,6 +22,16 @@ from pydantic_core import ErrorDetails, from_json
 
 from rakv_cluster.config import nearest
 from rakv_cluster.errors import InvalidRequest, UnsupportedParameter
+from rakv_cluster.serving.openai_tools import (
+    ResponseFormat,
+    Strict,
+    ToolCallIn,
+    ToolChoice,
+    ToolIn,
+    check_calls,
+    check_names,
+    demanded,
+)
 
 
 def _one_or_many(value: object) -> object:
@@ -89,19 +97,23 @@ _STOP_SCHEMA = {
 }
 
 
-class _Strict(BaseModel):
-    # Strict: "5" is no number and true no integer, as at OpenAI.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+class MessageIn(Strict):
+    """One chat message. ``content`` may be missing where an assistant called tools."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None, BeforeValidator(_join_text_parts), WithJsonSchema(_CONTENT_SCHEMA)
+    ] = None
+    tool_calls: list[ToolCallIn] = Field(default_factory=list, max_length=128)
+    tool_call_id: str = Field("", max_length=128)
+
+    @property
+    def text(self) -> str:
+        """The content; empty if there is none."""
+        return self.content or ""
 
 
-class MessageIn(_Strict):
-    """One chat message."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_text_parts), WithJsonSchema(_CONTENT_SCHEMA)]
-
-
-class DocumentIn(_Strict):
+class DocumentIn(Strict):
     """One document; ``id`` is shown to the model as its name. Without ``text`` it is the one that
     was left under this id (``/v1/documents``)."""
 
@@ -109,7 +121,7 @@ class DocumentIn(_Strict):
     id: str = Field("", max_length=LONGEST_DOCUMENT_ID)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """How a stream ends."""
 
     include_usage: bool = False
@@ -118,34 +130,11 @@ class StreamOptions(_Strict):
     ] = False
 
 
-class JsonSchemaIn(_Strict):
-    """A JSON Schema by name; ``strict`` changes nothing, since every schema is enforced."""
-
-    name: str = Field("", max_length=64)
-    description: str = Field("", max_length=4096)
-    wanted: dict[str, Any] = Field(alias="schema")
-    strict: bool = True
-
-
-class ResponseFormat(_Strict):
-    """What the text must be."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaIn | None = None
-
-    @property
-    def enforced(self) -> dict[str, Any] | None:
-        """The schema that the text must follow; None if it is free."""
-        if self.type == "json_object":
-            return {"type": "object"}
-        return self.json_schema.wanted if self.json_schema is not None else None
-
-
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """Fields that both endpoints share. A limit of 0 stands for "not given"."""
 
     model: str = ""
@@ -206,6 +195,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     max_completion_tokens: int = Field(0, ge=1)
+    tools: list[ToolIn] = Field(default_factory=list, max_length=128)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def output_limit(self) -> int:
@@ -340,6 +332,7 @@ def _check_combinations(request: GenerationRequest) -> None:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens differ; send one", field="max_tokens"
             )
+        _check_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs >= 0:
@@ -350,6 +343,26 @@ def _check_combinations(request: GenerationRequest) -> None:
     _check_format(request)
     if request.stream_options.include_usage and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+
+def _check_tools(request: ChatRequest) -> None:
+    for index, message in enumerate(request.messages):
+        field = f"messages.{index}"
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest("only an assistant calls tools", field=f"{field}.tool_calls")
+        if message.content is None and not message.tool_calls:
+            raise InvalidRequest(f"missing field '{field}.content'", field=f"{field}.content")
+        check_calls(message.tool_calls, f"{field}.tool_calls")
+    check_names(request.tools)
+    if not demanded(request.tools, request.tool_choice):
+        return
+    if request.response_format is not None and request.response_format.enforced is not None:
+        raise InvalidRequest(
+            "a call that must be made leaves no place for a response_format", field="tool_choice"
+        )
+    if request.ignore_eos or request.min_tokens:
+        field = "ignore_eos" if request.ignore_eos else "min_tokens"
+        raise InvalidRequest("a call that must be made decides how long a text is", field=field)
 
 
 def _check_format(request: GenerationRequest) -> None:

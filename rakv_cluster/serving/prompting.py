@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -17,7 +18,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rakv_cluster.engine.text import TokenBytes
-from rakv_cluster.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from rakv_cluster.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    UnsupportedParameter,
+)
 from rakv_cluster.serving.template import (
     ChatTemplate,
     Document,
@@ -26,7 +32,9 @@ from rakv_cluster.serving.template import (
     TemplateRefused,
     document_text,
 )
+from rakv_cluster.serving.tool_calls import OPEN
 
+_TOOL_SETS = 16
 Segments = tuple[tuple[int, ...], ...]
 
 
@@ -79,12 +87,15 @@ class PromptRenderer:
         self._longest_token_bytes = _longest_token_bytes(serialized, self.token_bytes)
         self._tokenizer = tokenizer
         self._template = ChatTemplate(self._render) if template else None
+        self.calls_tools = "tools" in source and OPEN in source
+        self._with_tools = lru_cache(maxsize=_TOOL_SETS)(self._template_with)
 
     def chat(
         self,
         messages: Sequence[Message],
         documents: Sequence[Document],
         limit_tokens: int = 0,
+        tools: str = "",
     ) -> Rendered:
         """Segments of a conversation; the last asks for the answer and is open.
 
@@ -92,20 +103,23 @@ class PromptRenderer:
         without a user message, and text that spells a control token where pieces cannot be told
         apart (see :meth:`ChatTemplate.pieces`); :class:`ContextLengthExceeded`, before seconds go
         into tokenizing megabytes, for text that cannot have less than ``limit_tokens`` (0: none).
+        ``tools`` is JSON, what the template is told of tools (empty: nothing).
         """
-        if self._template is None:
+        template = self._with_tools(tools) if tools else self._template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", field="messages"
             )
         if documents and not any(message.role == "user" for message in messages):
             raise InvalidRequest("documents need a user message to stand in", field="documents")
+        self._refuse_control_in_tools(messages, tools)
         try:
-            pieces = () if self._encoders.adds_space else self._template.pieces(messages, documents)
+            pieces = () if self._encoders.adds_space else template.pieces(messages, documents)
             if pieces:
                 characters = sum(len(piece.text) for piece in pieces)
                 self._refuse_hopeless(characters, limit_tokens, "messages")
                 return self._encode_pieces(pieces)
-            whole = self._template.plain(messages, documents)
+            whole = template.plain(messages, documents)
         except TemplateRefused as refusal:
             raise InvalidRequest(f"the chat template: {refusal}", field="messages") from refusal
         self._refuse_hopeless(len(whole), limit_tokens, "messages")
@@ -174,6 +188,22 @@ class PromptRenderer:
             raise InvalidRequest("text spells a control token of the model", field=piece.field)
         return ids
 
+    def _template_with(self, tools: str) -> ChatTemplate | None:
+        """The template of conversations with these tools; None if it has no place for any."""
+        if not self.calls_tools:
+            raise UnsupportedParameter(
+                "this model's chat template has no place for tools", field="tools"
+            )
+        return ChatTemplate(partial(self._render, tools=json.loads(tools)))
+
+    def _refuse_control_in_tools(self, messages: Sequence[Message], tools: str) -> None:
+        """The template writes them as its own text, control tokens and all."""
+        if tools:
+            self._refuse_control(tools, "tools")
+        for index, message in enumerate(messages):
+            if message.calls:
+                self._refuse_control(message.calls, f"messages.{index}.tool_calls")
+
     def _refuse_control_in(self, documents: Sequence[Document]) -> None:
         for index, document in enumerate(documents):
             self._refuse_control(document_text(document), f"documents.{index}.text")
@@ -188,11 +218,13 @@ class PromptRenderer:
         messages: list[dict[str, Any]],
         documents: list[dict[str, Any]],
         add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages,
                 documents=documents or None,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )

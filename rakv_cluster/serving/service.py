@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.chunking.keys import namespace
@@ -19,7 +21,7 @@ from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from rakv_cluster.logs import REQUEST_ID
 from rakv_cluster.model.card import ModelCard
-from rakv_cluster.model.grammar import schema_grammar
+from rakv_cluster.model.grammar import lark_grammar, schema_grammar
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
 from rakv_cluster.serving.document_registry import DocumentRegistry
@@ -30,10 +32,13 @@ from rakv_cluster.serving.openai_models import (
     CompletionRequest,
     DocumentIn,
     GenerationRequest,
+    MessageIn,
 )
+from rakv_cluster.serving.openai_tools import CalledFunction, demanded, offered
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered, Segments
 from rakv_cluster.serving.recent import RecentRequests
 from rakv_cluster.serving.template import Document, Message
+from rakv_cluster.serving.tool_calls import Tool, calls_lark
 from rakv_cluster.serving.tracing import NO_TRACES, Tracer
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
 
@@ -213,7 +218,7 @@ class Service:
         _at_most("documents", len(request.documents), self.settings.max_documents)
         if isinstance(request, ChatRequest):
             _at_most("messages", len(request.messages), self.settings.max_messages)
-            if not request.documents and not any(m.content.strip() for m in request.messages):
+            if not request.documents and not any(m.text.strip() for m in request.messages):
                 raise InvalidRequest("the prompt is empty: no message has text", field="messages")
         elif isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
             self.check_ids(request.prompt, "prompt")
@@ -237,11 +242,12 @@ class Service:
             documents = [documents[place] for place in places]
         characters = sum(len(document.text) for document in documents)
         if isinstance(request, ChatRequest):
-            messages = [_message(m.role, m.content) for m in request.messages]
+            messages = [_message(message) for message in request.messages]
+            tools = _tools_json(request)
             characters += sum(len(message.content) for message in messages)
 
             def rendered() -> Rendered:
-                return self._renderer.chat(messages, documents, limit_tokens)
+                return self._renderer.chat(messages, documents, limit_tokens, tools)
         elif isinstance(request, CompletionRequest):
             prompt = request.prompt
             characters += len(prompt)
@@ -260,7 +266,8 @@ class Service:
             try:
                 whole = rendered()
             except InvalidRequest as error:
-                raise InvalidRequest(error.message, field=as_sent(error.field, places)) from error
+                # Of its own class: clients tell what is too long from what is wrong.
+                raise type(error)(error.message, field=as_sent(error.field, places)) from error
             if order != "cached":
                 return _Asked(cut(whole.segments), _placed(request, order, places))
             prompt, moved = reorder(whole, cut, self._seen.cached)
@@ -308,10 +315,15 @@ def _placed(request: GenerationRequest, order: DocumentsOrder, indices: tuple[in
 async def _grammar(request: GenerationRequest) -> str:
     """What the text must follow; empty if it is free."""
     schema = request.response_format.enforced if request.response_format is not None else None
-    if schema is None:
-        return ""
     # In a thread: hostile schemas take their time before they are refused.
-    return await asyncio.to_thread(schema_grammar, schema, "response_format.json_schema.schema")
+    if schema is not None:
+        return await asyncio.to_thread(schema_grammar, schema, "response_format.json_schema.schema")
+    if isinstance(request, ChatRequest):
+        tools = demanded(request.tools, request.tool_choice)
+        if tools:
+            callable_tools = [Tool(t.function.name, t.function.parameters) for t in tools]
+            return await asyncio.to_thread(lark_grammar, calls_lark(callable_tools), "tools")
+    return ""
 
 
 def _at_most(field: str, value: int, limit: int) -> None:
@@ -319,11 +331,32 @@ def _at_most(field: str, value: int, limit: int) -> None:
         raise InvalidRequest(f"'{field}': at most {limit}, not {value}", field=field)
 
 
-def _message(role: str, content: str) -> Message:
-    # Templates know OpenAI's "developer" under its older name.
-    if role == "user":
-        return Message("user", content)
-    return Message("assistant" if role == "assistant" else "system", content)
+def _message(message: MessageIn) -> Message:
+    if message.role == "developer":  # templates know it under its older name
+        return Message("system", message.text)
+    calls = [
+        {"type": call.type, "function": _call_fields(call.function)} for call in message.tool_calls
+    ]
+    calls_json = json.dumps(calls, ensure_ascii=False) if calls else ""
+    return Message(message.role, message.text, calls_json)
+
+
+def _call_fields(called: CalledFunction) -> dict[str, Any]:
+    # Templates write the arguments as JSON themselves.
+    return {"name": called.name, "arguments": json.loads(called.arguments)}
+
+
+def _tools_json(request: ChatRequest) -> str:
+    """What the template is told of tools; empty: nothing."""
+    tools = offered(request.tools, request.tool_choice)
+    shown = [
+        {
+            "type": tool.type,
+            "function": tool.function.model_dump(include={"name", "description", "parameters"}),
+        }
+        for tool in tools
+    ]
+    return json.dumps(shown, ensure_ascii=False) if shown else ""
 
 
 def _sampling(request: GenerationRequest, seed: int, index: int) -> SamplingParams:

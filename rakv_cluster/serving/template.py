@@ -8,13 +8,14 @@ reorders what it is given cannot be taken apart this way; the caller then render
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 """(messages, documents, add_generation_prompt) -> text; raises ``TemplateRefused``."""
 
@@ -30,10 +31,11 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation; ``calls`` is JSON: the tools that an assistant called."""
 
     role: Role
     content: str
+    calls: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class ChatTemplate:
         if documents and not self.has_document_slot:
             messages, documents = _merge_documents(messages, documents), ()
         return self._render(
-            [{"role": m.role, "content": m.content} for m in messages],
+            [_message_fields(m.role, m.content, m.calls) for m in messages],
             [_document_fields(d.id, d.text) for d in documents],
             True,
         )
@@ -117,7 +119,7 @@ class ChatTemplate:
         stays with what stands before it.
         """
         titled = tuple(bool(d.id) for d in documents) if self.has_document_slot else ()
-        skeleton = self._skeleton(tuple(m.role for m in messages), titled)
+        skeleton = self._skeleton(tuple((m.role, m.calls) for m in messages), titled)
         if skeleton is None:
             return ()
         pieces = self._fill(skeleton, messages, documents)
@@ -150,10 +152,13 @@ class ChatTemplate:
         pieces += _literals(skeleton.literals[-1], closer, starts_segment=True)
         return _without_empty(pieces)
 
-    def _take_apart(self, roles: tuple[Role, ...], titled: tuple[bool, ...]) -> Skeleton | None:
-        """The skeleton of a conversation of ``roles`` with a document per entry of ``titled``."""
+    def _take_apart(
+        self, shape: tuple[tuple[Role, str], ...], titled: tuple[bool, ...]
+    ) -> Skeleton | None:
+        """The skeleton of a conversation of these roles, with their calls, and a document per
+        entry of ``titled``."""
         rendered = self._render(
-            [{"role": role, "content": _sentinel("m", i)} for i, role in enumerate(roles)],
+            [_message_fields(role, _sentinel("m", i), c) for i, (role, c) in enumerate(shape)],
             [
                 _document_fields(_sentinel("t", i) if has_title else "", _sentinel("d", i))
                 for i, has_title in enumerate(titled)
@@ -172,7 +177,7 @@ class ChatTemplate:
         found = {kind: [s.index for s in slots if s.kind == kind] for kind in "mdt"}
         titles = [i for i, has_title in enumerate(titled) if has_title]
         intact = (
-            found["m"] == list(range(len(roles)))
+            found["m"] == list(range(len(shape)))
             and found["d"] == list(range(len(titled)))
             and found["t"] in ([], titles)
         )
@@ -180,7 +185,7 @@ class ChatTemplate:
 
     def _probe_document_slot(self) -> bool:
         try:
-            skeleton = self._take_apart(("user",), (False,))
+            skeleton = self._take_apart((("user", ""),), (False,))
         except TemplateRefused:
             return False
         return skeleton is not None
@@ -256,6 +261,11 @@ def _merge_documents(
 
 def _sentinel(kind: str, index: int) -> str:
     return f"{_PAD}{_OPEN}{kind}{index}{_CLOSE}{_PAD}"
+
+
+def _message_fields(role: Role, content: str, calls: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": role, "content": content}
+    return fields | {"tool_calls": json.loads(calls)} if calls else fields
 
 
 def _document_fields(title: str, text: str) -> dict[str, Any]:

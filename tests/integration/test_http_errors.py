@@ -128,7 +128,6 @@ def test_what_does_not_fit_the_context_is_refused(
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("store", True),
         ("service_tier", "flex"),
         ("modalities", ["audio"]),

@@ -1,0 +1,130 @@
+"""Calls of tools in a model's text, in the form that Hermes and Qwen templates teach:
+
+    <tool_call>
+    {"name": "...", "arguments": {...}}
+    </tool_call>
+
+Pure: text in, text and calls out, however the text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rakv_cluster.serving.generation import ToolCall, Update
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; ``parameters`` is a JSON Schema."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def calls_lark(tools: Sequence[Tool]) -> str:
+    """The grammar (llguidance's Lark) of a text that is one call of one of ``tools``."""
+    options = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": dict(tool.parameters)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema = {"anyOf": options, "x-guidance": {"whitespace_flexible": False}}
+    return f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(schema)}\n'
+
+
+class CallSplitter:
+    """One choice's text, taken apart as it comes.
+
+    What may still become a call is held back. What looks like one and is none is shown.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._trims = False
+
+    def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """Take more text: what to show now, and the calls that are complete now."""
+        self._held += text
+        shown: list[str] = []
+        calls: list[ToolCall] = []
+        while True:
+            before, opened, rest = self._held.partition(OPEN)
+            if not opened:
+                keep = _overlap(before, OPEN)
+                shown.append(self._between(before[: len(before) - keep]))
+                self._held = before[len(before) - keep :]
+                break
+            body, closed, behind = rest.partition(CLOSE)
+            shown.append(self._between(before))
+            if not closed:
+                self._held = opened + rest
+                break
+            call = _parsed(body)
+            if call is None:
+                shown.append(self._between(opened + body + closed))
+            else:
+                calls.append(call)
+                self._trims = True
+            self._held = behind
+        return "".join(shown), tuple(calls)
+
+    def finish(self) -> str:
+        """The text is over: what was held back is none."""
+        rest, self._held = self._held, ""
+        return self._between(rest)
+
+    def _between(self, text: str) -> str:
+        """White space behind calls is the template's, not the answer's."""
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
+
+
+async def split_calls(
+    updates: AsyncGenerator[Update, None],
+) -> AsyncGenerator[Update, None]:
+    """Updates whose calls are taken out of the text; a choice that called ends with
+    ``tool_calls``."""
+    splitters: dict[int, CallSplitter] = {}
+    called: set[int] = set()
+    async with aclosing(updates):
+        async for update in updates:
+            splitter = splitters.setdefault(update.index, CallSplitter())
+            text, calls = splitter.push(update.text)
+            if calls:
+                called.add(update.index)
+            reason = update.finish_reason
+            if reason:
+                text += splitter.finish()
+                if reason == "stop" and update.index in called:
+                    reason = "tool_calls"
+            yield replace(update, text=text, calls=calls, finish_reason=reason)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of ``text`` that may begin ``mark``."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _parsed(body: str) -> ToolCall | None:
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
+        return None
+    arguments = content.get("arguments", {})
+    return ToolCall(content["name"], json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,72 @@
+"""Calls of tools in a text: the same whatever pieces it comes in."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rakv_cluster.model.grammar import lark_grammar
+from rakv_cluster.serving.generation import ToolCall
+from rakv_cluster.serving.tool_calls import CLOSE, OPEN, CallSplitter, Tool, calls_lark
+
+CALL = f'{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
+PARSED = ToolCall("f", '{"x": "é"}')
+
+
+def split(pieces: list[str]) -> tuple[str, list[ToolCall]]:
+    splitter, shown, calls = CallSplitter(), "", []
+    for piece in pieces:
+        text, found = splitter.push(piece)
+        shown += text
+        calls += found
+    return shown + splitter.finish(), calls
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ("just text", "just text", []),
+        (CALL, "", [PARSED]),
+        (f"Let me see.\n{CALL}", "Let me see.\n", [PARSED]),
+        (f"{CALL}\n{CALL}\n", "", [PARSED, PARSED]),
+        (f"{CALL} and so", "and so", [PARSED]),
+        (f"{OPEN}nonsense{CLOSE}", f"{OPEN}nonsense{CLOSE}", []),
+        (f'{OPEN}["f"]{CLOSE}', f'{OPEN}["f"]{CLOSE}', []),
+        (f'{OPEN}{{"name": 5}}{CLOSE}', f'{OPEN}{{"name": 5}}{CLOSE}', []),
+        (f'{OPEN}{{"name": "g"}}{CLOSE}', "", [ToolCall("g", "{}")]),
+        (f"{OPEN}cut off", f"{OPEN}cut off", []),
+        ("a < b <tool", "a < b <tool", []),
+        ("", "", []),
+    ],
+)
+def test_a_text_is_taken_apart(text: str, shown: str, calls: list[ToolCall]) -> None:
+    assert split([text]) == split(list(text)) == (shown, calls)
+
+
+@given(
+    parts=st.lists(st.sampled_from([CALL, OPEN, CLOSE, "<", "<tool", "_call>", "x", " ", "{}"])),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+)
+def test_pieces_do_not_matter(parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in pairwise(places)]
+
+    assert split(pieces) == split([text])
+
+
+def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
+    splitter = CallSplitter()
+
+    assert splitter.push("a <b> c")[0] == "a <b> c"
+    assert splitter.push("d<tool")[0] == "d"
+    assert splitter.push("x")[0] == "<toolx"
+
+
+def test_the_grammar_of_a_call_can_be_enforced() -> None:
+    tools = [Tool("f", {"type": "object"}), Tool("g", {})]
+
+    assert "tool_call" in lark_grammar(calls_lark(tools), "tools")
