@@ -1,7 +1,7 @@
 """Adaptive speculation with draft models: does it ever lose, what does it gain, is it right?
 
     python -m benchmarks.rakv_asd [--runs N] [--short] [--json F] [--check] [--seed N]
-        [--pairs smollm2:6,smollm2:2] [--distill MINUTES] [--texts DIR] [--threads 2]
+        [--pairs smollm2:6,smollm2:2] [--distill MINUTES] [--texts DIR] [--threads 2] [--cpu-time]
 
 The paper's comparison. A pair ``MODEL:N`` is a model and the draft model made of its every N-th
 layer (made once, into the cache folder). One *block* serves one prompt by all policies, in
@@ -19,6 +19,7 @@ import hashlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +30,9 @@ import numpy as np
 
 from benchmarks.common import Options, Requirement, finish, parse_options, table
 from benchmarks.paired import bootstrap, mean
-from benchmarks.speculation_arms import Policy, Run, SpeculationRig
+from benchmarks.speculation_arms import CpuClock, Policy, Run, SpeculationRig
 from benchmarks.speculation_tasks import Task, load_tasks
+from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_model
@@ -52,6 +54,7 @@ FIXED = (1, 2, 4, 8)
 POLICIES = (NO_CACHE, REUSE, *(f"K={drafts}" for drafts in FIXED), ADAPTIVE)
 PROMPT_TOKENS = (64, 256, 768)
 OUTPUT_TOKENS = (32, 96)
+SHORT_OUTPUT_TOKENS = (16, 32)
 LARGEST_LOSS = 0.02
 _DRAFT_KV_BYTES = 1 << 30
 
@@ -138,8 +141,15 @@ class PairBench:
         source = resolve(pair.model, cache_dir)
         folder = _draft_folder(pair, source, cache_dir, names.texts)
         self.pair = pair
-        self._rig = SpeculationRig(Path(source), threads=names.threads, cache_dir=cache_dir)
-        draft = load_model(str(folder), threads=names.threads)
+        self._short = options.short
+        threads = 1 if names.cpu_time else names.threads
+        clock = CpuClock() if names.cpu_time else SystemClock()
+        # Costs of its own: measured now, and by this run's clock.
+        self._costs_dir = tempfile.TemporaryDirectory()
+        self._rig = SpeculationRig(
+            Path(source), threads=threads, cache_dir=Path(self._costs_dir.name), clock=clock
+        )
+        draft = load_model(str(folder), threads=threads)
         check_vocabulary(self._rig.loaded.tokenizer, draft.tokenizer)
         self._agreement = known_agreement(folder, UNKNOWN_AGREEMENT)
 
@@ -165,6 +175,7 @@ class PairBench:
     def close(self) -> None:
         """End the engines."""
         self._rig.close()
+        self._costs_dir.cleanup()
 
     def _policy(self, name: str, draft_model: DraftModel) -> Policy:
         speculator = Speculator(
@@ -186,7 +197,8 @@ class PairBench:
     def _block(self, index: int) -> Block:
         """The ``index``-th prompt by every policy; each block starts with another one."""
         size = PROMPT_TOKENS[index % len(PROMPT_TOKENS)]
-        limit = OUTPUT_TOKENS[index // len(PROMPT_TOKENS) % len(OUTPUT_TOKENS)]
+        lengths = SHORT_OUTPUT_TOKENS if self._short else OUTPUT_TOKENS
+        limit = lengths[index // len(PROMPT_TOKENS) % len(lengths)]
         ids = self._prompt(index, size)
         task = Task("asd", f"{self.pair.name} {index}", ids, limit)
         self._rig.serve(self._forced, Task("asd", "warm-up", ids, 1), "off")
@@ -355,6 +367,11 @@ def _extra() -> argparse.ArgumentParser:
     parser.add_argument("--distill", type=float, default=0.0, help="minutes, for every pair")
     parser.add_argument("--texts", type=Path, default=Path(), help="to distill on")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="measure and decide by CPU time of one thread: for a machine with other load",
+    )
     return parser
 
 

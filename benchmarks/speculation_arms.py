@@ -14,9 +14,9 @@ from benchmarks.engine_rig import LIMITS, NAMESPACE, Answer
 from benchmarks.speculation_tasks import Task
 from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
-from rakv_cluster.clock import SystemClock
+from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.engine.engine import Engine
-from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.speculation.controller import ControllerSettings
@@ -26,6 +26,29 @@ from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.types import ReuseMode, SamplingParams
+
+
+class CpuClock:
+    """This process's CPU time: what one thread's work costs, whoever else uses the machine."""
+
+    def monotonic_s(self) -> float:
+        return time.process_time()
+
+    def wall_s(self) -> float:
+        return time.time()
+
+
+class ClockedAnswer(Answer):
+    """An answer whose times are those of the engine's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(asked_s=clock.monotonic_s())
+        self._clock = clock
+
+    def __call__(self, event: EngineEvent) -> None:
+        now_s = self._clock.monotonic_s()
+        super().__call__(event)
+        self.times_s[-1] = now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +85,13 @@ class Policy:
 class SpeculationRig:
     """One loaded model and the policies that are compared on it, one request at a time."""
 
-    def __init__(self, folder: Path, *, threads: int, cache_dir: Path) -> None:
+    def __init__(
+        self, folder: Path, *, threads: int, cache_dir: Path, clock: Clock | None = None
+    ) -> None:
         torch.set_num_threads(threads)
         self.loaded: LoadedModel = load_model(str(folder), threads=threads)
         self._cache_dir = cache_dir
-        self.clock = SystemClock()
+        self.clock = clock or SystemClock()
         self._cuts = CutTable.from_tokenizer(self.loaded.tokenizer)
         self._store = MemoryStore(1 << 30, self.clock)
         self._policies: dict[str, Policy] = {}
@@ -134,7 +159,7 @@ class SpeculationRig:
             reuse=reuse,
             speculation=speculation,
         )
-        answer = Answer()
+        answer = ClockedAnswer(self.clock)
         policy.engine.submit(request, answer)
         run = Run.of(answer.wait())
         while policy.engine.stats().running:

@@ -28,7 +28,7 @@ class Booked:
     @classmethod
     def of(cls, step: StepTrace) -> Booked:
         """As the controller books it (ADR 0070): a plain step costs its base by definition."""
-        drafted = step.reason == Reason.DRAFTED.value
+        drafted = Reason(step.reason).drafts
         spent_ms = step.measured_ms if drafted else step.base_ms
         return cls(
             step.accepted + 1,

@@ -45,6 +45,7 @@ class Reason(str, Enum):
     GOVERNED = "governed"
     BASELINE = "baseline"
     PROBED = "probed"
+    RESTED = "rested"
 
     @property
     def drafts(self) -> bool:

@@ -93,8 +93,8 @@ class StepTrace:
     ``drafts`` of this request were checked and ``accepted`` of them right, of ``available`` that
     were guessed; ``expected_tokens`` are those of the whole step of ``batch`` requests.
     ``base_ms`` is the plain step by the measured costs and ``predicted_ms`` the step chosen (0:
-    never measured); ``measured_ms`` is what it took, ``control_ms`` what guessing, deciding and
-    learning took beside it.
+    never measured); ``measured_ms`` is what it took (0 for a step that was left alone),
+    ``control_ms`` what guessing, deciding and learning took beside it.
     """
 
     reason: str

@@ -23,6 +23,7 @@ from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
     Decision,
+    Reason,
     ReplicaState,
     RequestState,
     StepResult,
@@ -163,6 +164,11 @@ class Speculator:
                 spent_ms=base_ms,
                 plain_steps=[1] * len(seats),
             )
+        self._steps_by_reason[Reason.RESTED.value] += 1
+        self._steps_by_drafts[0] += len(seats)
+        for seat in seats:
+            if seat.speculation.traced:
+                seat.speculation.trace.append(_rested(len(seats), base_ms))
         return True
 
     def _costs(self, seats: Sequence[Seat]) -> StepCosts:
@@ -348,6 +354,21 @@ class Speculator:
             decision_accuracy=self._right / self._requests if self._requests else 1.0,
             requests=self._requests,
         )
+
+
+def _rested(batch: int, base_ms: float) -> StepTrace:
+    return StepTrace(
+        reason=Reason.RESTED.value,
+        batch=batch,
+        available=0,
+        drafts=0,
+        accepted=0,
+        expected_tokens=float(batch),
+        base_ms=_finite(base_ms),
+        predicted_ms=_finite(base_ms),
+        measured_ms=0.0,
+        control_ms=0.0,
+    )
 
 
 def _context_tokens(seats: Sequence[Seat]) -> int:

@@ -163,7 +163,7 @@ class SimulatedReplica:
         plain_ms = self.step_ms(batch, batch)
         self.clock.advance(plain_ms / 1e3)
         emitted = tuple(_verify(request, ()).emitted for request in running)
-        return SimulatedStep(Reason.NO_DRAFT, plain_ms, plain_ms, emitted)
+        return SimulatedStep(Reason.RESTED, plain_ms, plain_ms, emitted)
 
 
 def _verify(request: _Running, drafts: Sequence[int]) -> Verdict:
