@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MIN_MATCH_TOKENS = 2
-"""Shortest repeated suffix worth following; also the n-gram that :class:`SuffixDrafter` indexes."""
+MIN_MATCH_TOKENS = 1
+"""Shortest repeated suffix that is followed. One token is right one time in seven or so, which
+pays where a step checks a few drafts at the price of none; elsewhere the controller leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,11 @@ class SuffixDrafter:
     and no search is needed). Near the end of the context the continuation runs into the tokens it
     has just guessed, as in LZ77, so a loop of three tokens drafts any length.
 
-    Occurrences of each bigram are chained from the latest back, as deflate does: ``extend`` costs
-    one dictionary access a token, a search walks at most ``max_candidates`` links and compares at
-    most ``max_match_tokens`` tokens back. At least the last ``window_tokens`` tokens are searched;
-    memory holds at most twice as many after each call.
+    Occurrences of each bigram are chained from the latest back, as deflate does; of a single token
+    only the latest is known. ``extend`` costs two dictionary accesses a token, a search walks at
+    most ``max_candidates`` links and compares at most ``max_match_tokens`` tokens back. At least
+    the last ``window_tokens`` tokens are searched; memory holds at most twice as many after each
+    call.
     """
 
     def __init__(
@@ -79,6 +81,9 @@ class SuffixDrafter:
         # Index of the previous occurrence of the bigram that ends here; -1 if none.
         self._previous = array("q")
         self._latest: dict[int, int] = {}
+        # Latest index of each token, and where the last token stood before (-1: nowhere).
+        self._latest_token: dict[int, int] = {}
+        self._before_last = -1
         self._source = -1
         self._match_tokens = 0
         self._matched_at = 0
@@ -90,6 +95,7 @@ class SuffixDrafter:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         tokens, previous, latest = self._tokens, self._previous, self._latest
+        latest_token = self._latest_token
         position = len(tokens)
         before = tokens[-1] if position else -1
         tokens.extend(token_ids)
@@ -97,6 +103,8 @@ class SuffixDrafter:
             bigram = before << 32 | token
             previous.append(latest.get(bigram, -1))
             latest[bigram] = position
+            self._before_last = latest_token.get(token, -1)
+            latest_token[token] = position
             before = token
             position += 1
         if position > 2 * self._window_tokens:
@@ -132,7 +140,7 @@ class SuffixDrafter:
         tokens, previous = self._tokens, self._previous
         last = end - 1
         candidate = previous[last] if end else -1
-        source, best = -1, MIN_MATCH_TOKENS - 1
+        source, best = -1, 1  # the chain holds matches of two and more
         for _ in range(self._max_candidates):
             if candidate < best or best >= self._max_match_tokens:
                 break
@@ -142,7 +150,9 @@ class SuffixDrafter:
                 if length > best:
                     source, best = candidate + 1, length
             candidate = previous[candidate]
-        return (source, best) if source >= 0 else (-1, 0)
+        if source >= 0:
+            return source, best
+        return (self._before_last + 1, 1) if self._before_last >= 0 else (-1, 0)
 
     def _common(self, candidate: int, last: int) -> int:
         """Tokens equal going back from both indexes, at most ``max_match_tokens``."""
@@ -158,6 +168,10 @@ class SuffixDrafter:
         del self._tokens[:count]
         self._previous = array("q", (max(at - count, -1) for at in self._previous[count:]))
         self._latest = {gram: at - count for gram, at in self._latest.items() if at >= count}
+        self._latest_token = {
+            token: at - count for token, at in self._latest_token.items() if at >= count
+        }
+        self._before_last = max(self._before_last - count, -1)
         self._matched_at -= count
         self._source -= count
         if self._source < 0 or self._matched_at < 0:

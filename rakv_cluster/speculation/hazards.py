@@ -14,8 +14,8 @@ from enum import IntEnum
 
 from rakv_cluster.speculation.cost_model import ArmCosts
 
-MATCH_EDGES = (1, 3, 4, 6, 9, 17, 33)
-"""Match lengths where a new bucket begins: none (a draft model's guess) | 1-2 | 3 | 4-5 | 6-8 |
+MATCH_EDGES = (1, 2, 3, 4, 6, 9, 17, 33)
+"""Match lengths where a new bucket begins: none (a draft model's guess) | 1 | 2 | 3 | 4-5 | 6-8 |
 9-16 | 17-32 | 33 and more."""
 
 POSITIONS = 6

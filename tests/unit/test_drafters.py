@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rakv_cluster.speculation.drafters import NO_DRAFT, NullDrafter, SuffixDrafter
+from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, NullDrafter, SuffixDrafter
 
 
 def drafter_over(*token_ids: int, **limits: int) -> SuffixDrafter:
@@ -33,8 +33,13 @@ def test_a_loop_drafts_past_the_end_of_what_was_seen() -> None:
     assert drafter.propose(8).token_ids == (7, 5, 6, 7, 5, 6, 7, 5)
 
 
-def test_no_repeated_bigram_means_no_draft() -> None:
-    assert drafter_over(1, 2, 3, 2, 1).propose(4) == NO_DRAFT
+def test_a_single_token_is_followed_where_nothing_longer_is() -> None:
+    assert drafter_over(1, 2, 3, 2, 1).propose(2) == Draft((2, 3), 1)
+    assert drafter_over(1, 8, 2, 1, 9, 3, 1).propose(1) == Draft((9,), 1)  # the latest one
+
+
+def test_a_token_that_was_never_seen_means_no_draft() -> None:
+    assert drafter_over(1, 2, 3).propose(4) == NO_DRAFT
     assert drafter_over(1).propose(4) == NO_DRAFT
     assert SuffixDrafter().propose(4) == NO_DRAFT
     assert NullDrafter().propose(4) == NO_DRAFT
