@@ -222,7 +222,8 @@ def choose(
         )
     slots = _slots(settings, candidates)
     base = Option(base_rows, base_ms, base_ms, float(batch), True)
-    options = _options(slots, candidates, costs, base, allowed_ms - draft_ms)
+    reserve = settings.governor.reserve
+    options = _options(slots, candidates, costs, base, allowed_ms - draft_ms, reserve=reserve)
     reason, best = _pick(settings, replica, options)
     if reason is Reason.NOT_WORTH and _probes(settings, replica, candidates, options):
         reason, best = Reason.PROBED, options[1]
@@ -265,6 +266,8 @@ def _options(
     costs: StepCosts,
     base: Option,
     allowed_ms: float,
+    *,
+    reserve: float,
 ) -> tuple[Option, ...]:
     """K=0 first, then one option per rows bucket, each filled with the likeliest drafts."""
     options = [base]
@@ -278,7 +281,7 @@ def _options(
             tokens += chance
             making.add(index)
         taken = fill
-        extra_ms = ms + making.ms - base.ms
+        extra_ms = (1 + reserve) * (ms + making.ms) - base.ms
         options.append(
             Option(
                 rows=base.rows + fill,

@@ -33,13 +33,23 @@ class GovernorMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class GovernorSettings:
-    """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time."""
+    """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time.
+
+    ``strict_reserve`` is the share by which a strict request's step may take longer than predicted
+    without breaking its bound.
+    """
 
     mode: GovernorMode = GovernorMode.BUCKET
     capacity_tokens: float = 4.0
     refill_share: float = 0.005
     request_share: float = 0.05
     strict_share: float = 0.01
+    strict_reserve: float = 0.1
+
+    @property
+    def reserve(self) -> float:
+        """Share of a step's predicted time that is held back for surprises."""
+        return self.strict_reserve if self.mode is GovernorMode.STRICT else 0.0
 
 
 @dataclass(slots=True)
