@@ -132,7 +132,8 @@ class Replica:
         """Its figures (:data:`~rakv_cluster.serving.figures.FIGURES`) under its name."""
         figures = replica_figures(
             self._engine.stats(),
-            self._store.stats(),
+            # Asks the node's shard, which may be slow: streams must not wait for it.
+            await asyncio.to_thread(self._store.stats),
             self._reporter.report(),
             self._speculator.report(context_tokens=_REPORTED_CONTEXT_TOKENS),
         )
