@@ -101,11 +101,15 @@ class Asker:
         return dict(self._store.stats().counters)
 
     def compute_once(self, number: int, holder: str) -> bool:
-        """A cold request: look, claim, compute or wait. Whether this one computed."""
+        """A cold request: look, claim, look again (the record may have come and ended the lease),
+        compute or wait. Whether this one computed."""
         record = tiny_record(number)
         if self._store.find([record.key]):
             return False
         if self._store.claim([record.key], holder, ttl_s=PATIENCE_S).mine:
+            if self._store.find([record.key]):
+                self._store.release([record.key], holder)
+                return False
             threading.Event().wait(0.3)  # the prefill, during which the others arrive
             self._store.put([record])
             return True
