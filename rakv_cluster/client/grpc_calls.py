@@ -71,6 +71,8 @@ class GrpcAnswerBuilder:
                 "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             },
             rakv={
+                "exactness": usage.exactness,
+                "other_numeric_class_tokens": usage.other_numeric_class_tokens,
                 "tokens": dict(usage.prompt_sources),
                 "blend": _blend(usage.blend),
                 "documents": {"indices": list(usage.document_indices)},

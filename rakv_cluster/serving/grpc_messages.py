@@ -152,6 +152,8 @@ def usage(totals: Totals, total_ms: float) -> generation.Usage:
         prompt_sources=totals.sources(),
         timings_ms=totals.rakv(total_ms)["timings_ms"],
         document_indices=totals.placed.indices,
+        exactness=totals.label(),
+        other_numeric_class_tokens=totals.stats.other_class_tokens,
         blend=generation.Blend(**totals.blend()) if totals.reuse is ReuseMode.BLEND else None,
     )
 

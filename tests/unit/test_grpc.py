@@ -130,6 +130,8 @@ def test_an_answer_its_usage_and_reuse(fresh: Served) -> None:
     assert again.sources["ram"] == again.cached_tokens
     assert again.sources["computed"] + again.cached_tokens == again.prompt_tokens
     assert first.output_tokens == len(first.text.encode())
+    assert first.rakv["exactness"] in {"bitwise", "guarded", "numerically equivalent"}
+    assert first.rakv["other_numeric_class_tokens"] == 0
 
 
 def test_a_set_of_documents_is_reordered_and_the_order_reported(fresh: Served) -> None:

@@ -13,6 +13,7 @@ from rakv_cluster.cluster.store_client import NodeStore
 from rakv_cluster.engine.request import RequestStats
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.kv.codec import encode
+from rakv_cluster.serving.grpc_messages import usage
 from rakv_cluster.serving.openai_format import Totals
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.lmdb_shard import LmdbStore, ShardSettings, ShardWriter
@@ -141,3 +142,6 @@ def test_a_response_says_how_exact_it_is(stats: RequestStats, label: str) -> Non
 
     assert body["exactness"] == label
     assert body["other_numeric_class_tokens"] == stats.other_class_tokens
+    over_grpc = usage(totals, 1.0)
+    assert over_grpc.exactness == label
+    assert over_grpc.other_numeric_class_tokens == stats.other_class_tokens

@@ -173,7 +173,7 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[Choice, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms", "document_indices", "blend")
+    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens", "prompt_sources", "timings_ms", "document_indices", "blend", "exactness", "other_numeric_class_tokens")
     class PromptSourcesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class Usage(_message.Message):
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_INDICES_FIELD_NUMBER: _ClassVar[int]
     BLEND_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_NUMERIC_CLASS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -202,7 +204,9 @@ class Usage(_message.Message):
     timings_ms: _containers.ScalarMap[str, float]
     document_indices: _containers.RepeatedScalarFieldContainer[int]
     blend: Blend
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ..., blend: _Optional[_Union[Blend, _Mapping]] = ...) -> None: ...
+    exactness: str
+    other_numeric_class_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ..., blend: _Optional[_Union[Blend, _Mapping]] = ..., exactness: _Optional[str] = ..., other_numeric_class_tokens: _Optional[int] = ...) -> None: ...
 
 class Blend(_message.Message):
     __slots__ = ("approximate", "repaired_tokens", "repaired_fraction", "expected_kl", "refusal")
