@@ -271,7 +271,7 @@ class PairBench:
             "throughput gain over reuse K=0": totals[REUSE] / totals[ADAPTIVE] - 1,
             "break-even acceptance": self._break_even(),
             "decision accuracy": _decision_accuracy(blocks),
-            "outputs equal": statistics.mean(block.equal for block in blocks),
+            "outputs equal": float(np.mean([block.equal for block in blocks])),
             "expected agreement": self._agreement,
         }
         for name, value in found.items():
@@ -324,7 +324,7 @@ def _decision_accuracy(blocks: Sequence[Block]) -> float:
         pays = min(_mean_ms(mine, f"K={drafts}") for drafts in FIXED) < _mean_ms(mine, REUSE)
         drafts = statistics.mean(block.adaptive_drafting_share for block in mine) > 0.5
         right.append(pays == drafts)
-    return statistics.mean(right)
+    return float(np.mean(right))
 
 
 def _requirements(pair: Pair, summary: dict[str, Any]) -> list[Requirement]:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         times(served, report, options)
         ledgers(served, report)
         foresight(rig, served, report)
-        cache_hits(rig, tasks, report, pairs=2 if options.short else 6)
+        cache_hits(rig, tasks, report, pairs=2 if options.short else 4)
         report.results["costs"] = _costs(rig)
         rig.close()
     report.results["requests"] = [_request(one) for one in served]
@@ -216,16 +216,24 @@ def foresight(rig: SpeculationRig, served: Sequence[Served], report: Report) -> 
 
 
 def cache_hits(rig: SpeculationRig, tasks: Sequence[Task], report: Report, *, pairs: int) -> None:
-    """End to end, in the default mode: a prompt whose KV is stored against one computed anew."""
+    """End to end, in the default mode: a prompt whose KV is stored against one computed anew.
+
+    A prompt's ratio is the median of three pairs, each the other way round than the one before.
+    """
     longest = sorted(tasks, key=lambda task: -len(task.ids))[:pairs]
     policy = rig.policy(ADAPTIVE)
+    modes = [ReuseMode.EXACT, ReuseMode.OFF]
     ratios = []
-    for index, task in enumerate(longest):
-        modes = [ReuseMode.EXACT, ReuseMode.OFF]
-        runs = {}
-        for mode in modes if index % 2 else reversed(modes):
-            runs[mode] = rig.serve(policy, task, "auto", reuse=mode)
-        ratios.append(runs[ReuseMode.EXACT].total_s / runs[ReuseMode.OFF].total_s)
+    for task in longest:
+        rig.serve(policy, task, "auto")  # stored from here on
+        found = []
+        for turn in range(3):
+            runs = {
+                mode: rig.serve(policy, task, "auto", reuse=mode)
+                for mode in (modes if turn % 2 else reversed(modes))
+            }
+            found.append(runs[ReuseMode.EXACT].total_s / runs[ReuseMode.OFF].total_s)
+        ratios.append(statistics.median(found))
     report.at_most("total time with a cache hit / without, median", statistics.median(ratios), 1.02)
     report.at_most("total time with a cache hit / without, worst", max(ratios), 1.02)
 
