@@ -99,11 +99,41 @@ async def test_a_prompt_is_warmed_found_pinned_and_removed(served: Served) -> No
     assert (await served.done("/v1/cache/lookup", CHAT))["stored_tokens"] == 0
 
 
+async def test_a_node_is_drained_before_it_is_removed(served: Served) -> None:
+    await served.done("/v1/cache/warm", CHAT)
+    chunks = served.store_last_prompt("n1")
+
+    drained = await served.done("/v1/cache/drain", {"node": "n1"})
+
+    assert drained == {"copied": chunks, "left": 0, "elsewhere": 0}
+    assert len(served.shards.records["n0"]) == chunks
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "node"),
+        ({"node": 3}, "node"),
+        ({"node": "n7"}, "node"),
+        ({"node": "n1", "deadline_s": 0}, "deadline_s"),
+        ({"node": "n1", "deadline_s": True}, "deadline_s"),
+        ({"node": "n1", "limit_bytes": -1}, "limit_bytes"),
+        ({"node": "n1", "limit_bytes": "1GiB"}, "limit_bytes"),
+        ({"node": "n1", "deadline": 3}, "deadline"),
+    ],
+)
+async def test_a_drain_with_a_wrong_field_names_it(
+    served: Served, body: dict[str, Any], field: str
+) -> None:
+    await refused(await served.post("/v1/cache/drain", body), 400, field)
+
+
 async def test_operations_need_the_admin_scope(tmp_path: Path) -> None:
     key, entry = new_key("alpha", admin=False)
     write_table(tmp_path / "keys", KeyTable({entry.id: entry}))
     served = Served(Settings(api_keys_file=tmp_path / "keys"))
 
+    assert (await served.post("/v1/cache/drain", {"node": "n1"}, key)).status_code == 403
     for path in ("pin", "unpin", "evict"):
         body = CHAT | ({} if path == "evict" else {"owner": "me"})
         body |= {"ttl_s": 5} if path == "pin" else {}
