@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rakv_cluster.engine.request import EngineEvent
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.architecture import observe_layout
-from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner, Step
 from rakv_cluster.speculation.controller import ControllerSettings
@@ -33,7 +33,7 @@ from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import EngineHarness, Recording
 from rakv_cluster.testing.fake_runner import FakeRunner
-from rakv_cluster.testing.tiny_models import tiny_gemma3, tiny_llama
+from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_gemma3, tiny_llama
 from rakv_cluster.types import ReuseMode, SamplingParams
 
 GRANULE = 16
@@ -314,6 +314,14 @@ def test_certain_drafts_are_all_accepted(mode: SpeculationMode, temperature: flo
     assert longest == (15 if mode == "auto" else int(mode))
 
 
+@pytest.fixture(scope="module")
+def uniform_runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    folder = save_tiny_model(tmp_path_factory.mktemp("uniform") / "tiny", tiny_llama())
+    loaded = load_model(str(folder), threads=1)
+    assert "uniform" in loaded.card.numeric_class
+    return loaded.runner
+
+
 def test_a_trace_tells_every_step() -> None:
     runner = FakeRunner(vocab_size=64)
     ask = Ask(1, 20, 40, 0, frozenset(), SamplingParams(temperature=0.0), "trace", -1)
@@ -333,12 +341,15 @@ def test_a_trace_tells_every_step() -> None:
 
 @pytest.mark.parametrize("mode", ["1", "2", "4", "8", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["exact", "uniform"])
 def test_a_draft_model_equal_to_the_target_is_always_right(
-    mode: SpeculationMode, temperature: float
+    mode: SpeculationMode, temperature: float, kind: str, uniform_runner: Runner
 ) -> None:
-    """At every K, greedy and sampled, with penalties, over batches, and behind a reused prefix."""
-    runner, clock = FakeRunner(vocab_size=64), ManualClock()
-    draft_model = DraftModel(FakeRunner(vocab_size=64), clock, kv_budget_bytes=1 << 20)
+    """At every K, greedy and sampled, with penalties, over batches, and behind a reused prefix;
+    on arithmetic without rounding, and on kernels that round alike whatever the rows."""
+    runner = uniform_runner if kind == "uniform" else FakeRunner(vocab_size=64)
+    clock = ManualClock()
+    draft_model = DraftModel(runner, clock, kv_budget_bytes=1 << 24)
     engine = EngineHarness(
         runner,
         MemoryStore(1 << 22, clock),
@@ -355,7 +366,12 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
 
     for _ in range(2):  # the second time all prompts are found in the store
         answers = [
-            engine.ask(engine.prompt(ask.prompt(64)), 40, sampling=ask.sampling, speculation=mode)
+            engine.ask(
+                engine.prompt(ask.prompt(runner.vocab_size)),
+                40,
+                sampling=ask.sampling,
+                speculation=mode,
+            )
             for ask in requests
         ]
         engine.run(*answers)
