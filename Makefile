@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOOPBACK := scripts/loopback
 
-.PHONY: demo serve test test-gpu mixes lint types unit docs audit model clean help
+.PHONY: demo serve test test-gpu lint types unit docs audit model clean help
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -42,17 +42,6 @@ test: lint types model  ## all checks and all tests
 
 test-gpu: $(STAMP) ## the tests that need a GPU; skipped where there is none
 	$(BIN)/pytest -m gpu
-
-mixes: model     ## 200 random mixes of requests on tiny models, 20 on the real one (half an hour)
-	MIXES=200 $(BIN)/pytest tests/equivalence/test_engine_exactness.py -k mixes
-
-docs: $(STAMP)   ## the documentation as a site, warnings are errors
-	$(BIN)/mkdocs build --strict
-
-audit: $(STAMP)  ## SBOM of this environment, known vulnerabilities (needs a network)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
-	$(BIN)/python scripts/audit sbom sbom.json
-	$(BIN)/python scripts/audit vulnerabilities
 
 clean:           ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site sbom.json *.egg-info

@@ -64,6 +64,11 @@ class Settings(BaseModel):
         0, ge=0, description="CPU threads per replica; 0: all cores, shared by the replicas"
     )
     replicas: Count = Field(1, description="copies of the model; with max_replicas, the fewest")
+    router: Literal["expected_time", "power_of_two"] = Field(
+        "expected_time",
+        description="where requests go: to the replica where each should finish first, or to the "
+        "less busy one of two at random, whatever they have cached",
+    )
     max_replicas: int = Field(
         0, ge=0, description="most copies, started and stopped as the backlog asks; 0: no scaling"
     )

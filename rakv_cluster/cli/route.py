@@ -17,10 +17,11 @@ from rakv_cluster.errors import ConfigError, Unavailable
 app = typer.Typer(no_args_is_help=True, help="Where requests go, and why.")
 
 _TIMEOUT_S = 30.0
-_COLUMNS = (
-    "expected_ms", "backlog_ms", "slot_wait_ms", "load_ms", "prefill_ms", "decode_ms",
-    "reused_tokens",
-)  # fmt: skip
+_COLUMNS = {
+    "expected_ms": "expected", "backlog_ms": "backlog", "slot_wait_ms": "slots", "load_ms": "load",
+    "prefill_ms": "prefill", "decode_ms": "decode", "crowding_ms": "crowding",
+    "reused_tokens": "reused",
+}  # fmt: skip
 
 
 @app.callback()
@@ -64,14 +65,20 @@ def explanation_table(content: dict[str, Any]) -> Table:
     """The answer of ``/v1/route/explain``, the chosen replica first."""
     table = Table(
         box=SIMPLE,  # fits a terminal of 80 columns
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
         title=f"{content['prompt_tokens']} prompt tokens -> {content['chosen']} "
         f"({content['reason']})",
     )
-    for heading in ("replica", *_COLUMNS):
-        table.add_column(heading.removesuffix("_ms").replace("_", " "), justify="right")
+    table.add_column("replica", no_wrap=True)
+    for heading in _COLUMNS.values():
+        table.add_column(heading, justify="right")
     lines = sorted(
         content["replicas"],
-        key=lambda line: (line["replica"] != content["chosen"], line["expected_ms"]),
+        key=lambda line: (
+            line["replica"] != content["chosen"],
+            line["expected_ms"] + line["crowding_ms"],
+        ),
     )
     for line in lines:
         *terms, tokens = (line[name] for name in _COLUMNS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from rakv_cluster.clock import Clock
+from rakv_cluster.routing.demand import Demand
 from rakv_cluster.routing.locations import Holders
 from rakv_cluster.routing.replica_view import ReplicaView, ViewSettings
 from rakv_cluster.routing.report import ReplicaReport
@@ -18,6 +20,8 @@ from rakv_cluster.routing.score import (
     Scores,
     Work,
     choose,
+    crowding,
+    depth,
     score,
 )
 
@@ -61,7 +65,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTerms:
-    """One replica's line of an explanation; ``expected_ms`` is the sum of the ``_ms`` terms.
+    """One replica's line of an explanation.
+
+    ``expected_ms`` is the sum of the terms up to ``decode_ms``: the request's own time.
+    ``crowding_ms`` is the price of what its work costs others; the least sum of both is chosen.
 
     Before costs are known the terms are 0 and ``expected_ms`` is an order, not a time.
     """
@@ -73,6 +80,7 @@ class ReplicaTerms:
     load_ms: float
     prefill_ms: float
     decode_ms: float
+    crowding_ms: float
     reused_tokens: int
 
 
@@ -84,6 +92,7 @@ class RoutePolicy:
         self._clock = clock
         self._rng = rng
         self.view = ReplicaView(settings.view, clock.monotonic_s())
+        self.demand = Demand()
 
     @property
     def now_s(self) -> float:
@@ -108,7 +117,7 @@ class RoutePolicy:
         work = Work(request.prompt_tokens, ends, request.output_tokens)
         fleet = view.fleet(request.kind, now_s)  # first: it forgets what is too old
         reach = view.locations.reach(keys, request.holders, now_s)
-        scores = score(work, reach, fleet)
+        scores = score(work, reach, fleet, crowding=crowding(fleet, self._others(keys, reach)))
         choice = choose(scores, indices, self._settings.choice, self._rng)
         order = tuple(view.ids[index] for index in choice.order)
         return Decision(order, choice.reason, view.ids, scores)
@@ -125,13 +134,20 @@ class RoutePolicy:
         done_s = now_s + (wait_ms + work_ms) / 1e3
         self.view.loads.book(request.request_id, index, work_ms, now_s)
         keys = request.keys[: self._settings.max_chunks]
+        self.demand.add(request.request_id, keys)
         self.view.locations.predict(keys, index, done_s)
 
     def complete(self, request_id: str, replica: str) -> None:
         """A request ended on a replica."""
+        self.demand.remove(request_id)
         index = self.view.index.get(replica)
         if index is not None:
             self.view.loads.complete(request_id, index)
+
+    def _others(self, keys: Sequence[bytes], reach: npt.NDArray[np.uint8]) -> int:
+        """Open requests that want all that is anywhere of ``keys``; 0 if nothing is."""
+        reached = depth(reach)
+        return self.demand.of(keys[reached - 1]) if reached else 0
 
     def _indices(self, candidates: Collection[str]) -> Ints:
         known = self.view.index
@@ -155,6 +171,7 @@ def explain(decision: Decision) -> list[ReplicaTerms]:
             load_ms=float(scores.load_ms[index]),
             prefill_ms=float(scores.prefill_ms[index]),
             decode_ms=float(scores.decode_ms[index]),
+            crowding_ms=float(scores.crowding_ms[index]),
             reused_tokens=int(scores.reused_tokens[index]),
         )
         for index, replica in enumerate(decision.ids)

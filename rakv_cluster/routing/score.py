@@ -5,6 +5,11 @@ Pure: arrays in, arrays out. DESIGN.md section 9:
     total = backlog + slot wait + min over {no cache; reuse up to a cut} of (load + prefill)
             + expected output x ms per emitted token
 
+That is the request's own time. What its work costs the others is priced beside it
+(``crowding_ms``): a millisecond of loading or prefill is a millisecond for every request there, so
+a router that minimizes each request's own time spreads cached prompts until all replicas are busy
+loading. The pull to the replica that has the KV already grows with the load (docs/adr/0086).
+
 Reuse here is of whole leading chunks, as in exact mode; the worker's own planner decides again
 with what it finds. One request against R replicas and C chunks is a handful of passes over
 [R, C] arrays.
@@ -23,6 +28,9 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+MAX_CROWDING = 64.0
 
 
 class Reach(IntEnum):
@@ -86,6 +94,7 @@ class Fleet:
 class Scores:
     """Terms of each replica's expected time, in ms, and the tokens it would reuse.
 
+    ``total_ms`` is the sum of the request's own terms; ``crowding_ms`` is what it costs others.
     Before costs are known ``total_ms`` holds uncached tokens x (open requests + 1): an order, not
     a time.
     """
@@ -95,14 +104,33 @@ class Scores:
     load_ms: Floats
     prefill_ms: Floats
     decode_ms: Floats
+    crowding_ms: Floats
     total_ms: Floats
     reused_tokens: Ints
     measured: bool
 
+    @property
+    def cost_ms(self) -> Floats:
+        """What replicas are compared by."""
+        return self.total_ms + self.crowding_ms
 
-def score(work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet) -> Scores:
-    """Every replica's terms; ``reach`` is [R, C] of :class:`Reach`."""
-    reach = reach[:, : _depth(reach)]
+
+def crowding(fleet: Fleet, demand: int) -> float:
+    """How many others a millisecond of work holds up, less those whom it serves as well.
+
+    It holds up the requests open beside it, and about as many that come while they run; at most
+    :data:`MAX_CROWDING`, whatever replicas say. ``demand`` other open requests want the same KV:
+    work that brings it to one more replica is theirs too.
+    """
+    beside = float(fleet.open_requests.mean()) if len(fleet.open_requests) else 0.0
+    return max(min(2.0 * beside, MAX_CROWDING) - demand, 0.0)
+
+
+def score(
+    work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet, *, crowding: float = 0.0
+) -> Scores:
+    """Every replica's terms; ``reach`` is [R, C] of :class:`Reach`; see :func:`crowding`."""
+    reach = reach[:, : depth(reach)]
     ends = np.minimum(work.chunk_ends[: reach.shape[1]], max(work.prompt_tokens - 1, 0))
     if not fleet.measured:
         return _unmeasured(work, reach, ends, fleet)
@@ -117,13 +145,14 @@ def score(work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet) -> Scores:
         load_ms=load_ms,
         prefill_ms=prefill_ms,
         decode_ms=decode_ms,
+        crowding_ms=crowding * (load_ms + prefill_ms),
         total_ms=fleet.backlog_ms + slot_wait_ms + load_ms + prefill_ms + decode_ms,
         reused_tokens=reused,
         measured=True,
     )
 
 
-def _depth(reach: npt.NDArray[np.uint8]) -> int:
+def depth(reach: npt.NDArray[np.uint8]) -> int:
     """Number of leading chunks that at least one replica reaches without a gap."""
     somewhere = (reach != Reach.NONE).any(axis=0)
     return int(somewhere.argmin()) if not somewhere.all() else len(somewhere)
@@ -164,6 +193,7 @@ def _unmeasured(work: Work, reach: npt.NDArray[np.uint8], ends: Ints, fleet: Fle
         load_ms=nothing,
         prefill_ms=nothing,
         decode_ms=nothing,
+        crowding_ms=nothing,
         total_ms=uncached * (fleet.open_requests + 1),
         reused_tokens=reused,
         measured=False,
@@ -182,7 +212,7 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Replicas' indices, the chosen one first, then by expected time."""
+    """Replicas' indices, the chosen one first, then by cost."""
 
     order: Sequence[int]
     reason: Reason
@@ -206,21 +236,21 @@ def choose(
 
     Raises ``FloatingPointError`` if no candidate has a finite expectation.
     """
-    total_ms = scores.total_ms[candidates]
-    best = int(np.argmin(total_ms))
-    if not np.isfinite(total_ms[best]):
+    cost_ms = scores.cost_ms[candidates]
+    best = int(np.argmin(cost_ms))
+    if not np.isfinite(cost_ms[best]):
         raise FloatingPointError("no replica has a finite expected time")
     if len(candidates) == 1:
         return Choice((int(candidates[0]),), Reason.ONLY)
     reason = Reason.FASTEST if scores.measured else Reason.UNMEASURED
-    ties = np.flatnonzero(total_ms <= total_ms[best] + settings.tie_ms)
+    ties = np.flatnonzero(cost_ms <= cost_ms[best] + settings.tie_ms)
     if len(ties) > 1:
         best = int(ties[rng.integers(len(ties))])
         reason = Reason.TIED if scores.measured else reason
     if rng.random() < settings.exploration:
         best, reason = int(rng.integers(len(candidates))), Reason.EXPLORED
     count = min(settings.ranked, len(candidates))
-    ranked = np.argpartition(total_ms, count - 1)[:count]
-    ranked = ranked[np.argsort(total_ms[ranked])]
+    ranked = np.argpartition(cost_ms, count - 1)[:count]
+    ranked = ranked[np.argsort(cost_ms[ranked])]
     order = (best, *(int(index) for index in ranked if index != best))
     return Choice(tuple(int(candidates[index]) for index in order), reason)

@@ -19,6 +19,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray import serve
 from ray.serve.config import (
+    DEFAULT_REQUEST_ROUTER_PATH,
     AutoscalingConfig,
     AutoscalingPolicy,
     HTTPOptions,
@@ -40,7 +41,10 @@ _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _SCALING = "rakv_cluster.routing.autoscaling:BacklogPolicy"
 _SCALING_PERIOD_S = 1.0
 _SCALING_WINDOW_S = 3.0
-_ROUTER = "rakv_cluster.routing.request_router:ExpectedTimeRouter"
+_ROUTERS = {
+    "expected_time": "rakv_cluster.routing.request_router:ExpectedTimeRouter",
+    "power_of_two": DEFAULT_REQUEST_ROUTER_PATH,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def build(settings: Settings) -> serve.Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=15,
         request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTER,
+            request_router_class=_ROUTERS[settings.router],
             request_routing_stats_period_s=1.0,
             request_routing_stats_timeout_s=5.0,
         ),

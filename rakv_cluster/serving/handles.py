@@ -95,7 +95,10 @@ class HandleBackend:
         with _translated():
             await ask.remote(request, ticket)
         if not ticket.decisions:
-            raise Unavailable("the score failed; the log says more", retry_after_s=1.0)
+            raise Unavailable(
+                "requests are routed without a score (setting router), or it failed",
+                retry_after_s=1.0,
+            )
         return ticket.decisions[-1]
 
     def _ticket(self, request: EngineRequest) -> RouteTicket:

@@ -47,8 +47,8 @@ LIMITS = ChunkLimits(min_tokens=16, max_tokens=32)
 CHUNK = LIMITS.max_tokens
 WAIT_S = 120.0
 GREEDY = SamplingParams()
-MIXES = int(os.environ.get("MIXES", "20"))
-"""Random mixes per tiny model, and a tenth of it on the real one: `make mixes` runs 200 and 20."""
+MIXES = int(os.environ.get("MIXES", "200"))
+"""Random mixes per tiny model, and a tenth of it on the real one."""
 TEXT = (
     "The lighthouse keeper wrote down every ship that passed. In the spring of 1907 there were "
     "forty-one of them, most carrying timber and wool; two never reached the harbour. He kept a "

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rakv_cluster.routing.demand import Demand
 from rakv_cluster.routing.policy import Decision, RoutePolicy, RouteRequest, RouteSettings, explain
 from rakv_cluster.routing.report import decode_report
 from rakv_cluster.routing.score import (
+    MAX_CROWDING,
     ChoiceSettings,
     Fleet,
     Reach,
@@ -19,6 +21,7 @@ from rakv_cluster.routing.score import (
     Scores,
     Work,
     choose,
+    crowding,
     score,
 )
 from rakv_cluster.testing.clock import ManualClock
@@ -90,7 +93,8 @@ def test_terms_add_up_and_are_explained(seed: int) -> None:
     lines = explain(Decision(ids, Reason.FASTEST, ids, scores))
 
     for line in lines:
-        terms = {k: v for k, v in asdict(line).items() if k.endswith("_ms") and k != "expected_ms"}
+        terms = {k: v for k, v in asdict(line).items() if k.endswith("_ms")}
+        del terms["expected_ms"], terms["crowding_ms"]
         assert line.expected_ms == pytest.approx(sum(terms.values()))
         assert min(terms.values()) >= 0
 
@@ -123,7 +127,44 @@ def test_before_costs_are_known_uncached_tokens_and_load_decide() -> None:
 def scores_of(*total_ms: float) -> Scores:
     total = np.asarray(total_ms)
     nothing = np.zeros(len(total))
-    return Scores(nothing, nothing, nothing, nothing, nothing, total, nothing.astype(int), True)
+    return Scores(*[nothing] * 6, total, nothing.astype(int), True)
+
+
+@given(seed=st.integers(0, 2**32 - 1), demand=st.integers(0, 200))
+def test_crowding_prices_work_by_those_it_holds_up_less_those_it_serves(
+    seed: int, demand: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    known = replace(fleet(4, rng), open_requests=rng.integers(0, 60, 4).astype(float))
+    work = Work(500, np.asarray([200, 400]), 20.0)
+    reach = rng.integers(0, 4, (4, 2)).astype(np.uint8)
+
+    price = crowding(known, demand)
+    scores = score(work, reach, known, crowding=price)
+
+    assert 0 <= price <= MAX_CROWDING
+    assert price == crowding(known, demand + 1) + 1 or price <= 1
+    own = score(work, reach, known)
+    assert np.array_equal(scores.total_ms, own.total_ms)
+    work_ms = scores.load_ms + scores.prefill_ms
+    assert scores.cost_ms == pytest.approx(own.total_ms + price * work_ms)
+
+
+def test_nothing_is_priced_without_load() -> None:
+    rng = np.random.default_rng(0)
+    assert crowding(replace(fleet(3, rng), open_requests=np.zeros(3)), 0) == 0
+
+
+def test_demand_counts_open_requests_by_key_and_is_bounded() -> None:
+    demand = Demand(max_keys=6)
+    for number in range(5):
+        demand.add(f"q{number}", [b"shared", b"own%d" % number])
+    demand.add("q4", [b"shared"])  # the same request, booked again elsewhere
+    assert demand.of(b"shared") == len(demand) == 3
+    assert demand.of(b"own0") == 0
+    for number in range(5):
+        demand.remove(f"q{number}")
+    assert demand.of(b"shared") == demand.of(b"own4") == len(demand) == 0
 
 
 def test_ties_are_shared_and_exploration_reaches_everyone() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rakv_cluster.routing.policy import RoutePolicy, RouteRequest
+from rakv_cluster.routing.score import MAX_CROWDING
 from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.testing.simulated_cluster import (
     ClusterSettings,
@@ -79,6 +80,29 @@ def test_one_hot_document_spreads_when_its_replica_is_busy() -> None:
     share = Counter(outcome.worker for outcome in run(load=hot))
     assert len(share) == 8
     assert max(share.values()) < 600 / 3
+
+
+def test_many_documents_in_demand_are_not_spread_until_all_replicas_only_load() -> None:
+    """What a request gains by leaving a crowded replica, the others may pay for (ADR 0086)."""
+    load = DocumentLoad(
+        rate_per_s=30.0, requests=500, documents=60, document_tokens=16384, output_tokens=100
+    )
+
+    def selfish(
+        request: RouteRequest, policy: RoutePolicy, workers: Sequence[SimulatedWorker]
+    ) -> str:
+        """The same score without the price: as if all open requests wanted the same KV."""
+        for number in range(int(MAX_CROWDING)):
+            policy.demand.add(f"pretended {number}", request.keys)
+        decision = policy.decide(request)
+        for number in range(int(MAX_CROWDING)):
+            policy.demand.remove(f"pretended {number}")
+        policy.book(request, decision, decision.order[0])
+        return decision.order[0]
+
+    settings = ClusterSettings(hardware=(SLOW_STORE,))
+    priced_ms = median_ttft_ms(run(settings, load))
+    assert priced_ms < 0.7 * median_ttft_ms(run(settings, load, rule=selfish))
 
 
 @pytest.mark.parametrize("ingresses", [1, 4, 16])

@@ -15,7 +15,7 @@ from rakv_cluster.cli.main import app
 
 TERMS = {
     "expected_ms": 30.0, "backlog_ms": 1.0, "slot_wait_ms": 2.0, "load_ms": 3.0,
-    "prefill_ms": 4.0, "decode_ms": 20.0, "reused_tokens": 64,
+    "prefill_ms": 4.0, "decode_ms": 20.0, "crowding_ms": 5.0, "reused_tokens": 64,
 }  # fmt: skip
 ANSWER = {
     "chosen": "replica2", "reason": "fastest", "measured": True, "prompt_tokens": 99,

@@ -243,7 +243,7 @@ class ExplainRouteResponse(_message.Message):
     def __init__(self, chosen: _Optional[str] = ..., reason: _Optional[str] = ..., measured: _Optional[bool] = ..., prompt_tokens: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaTerms, _Mapping]]] = ...) -> None: ...
 
 class ReplicaTerms(_message.Message):
-    __slots__ = ("replica", "expected_ms", "backlog_ms", "slot_wait_ms", "load_ms", "prefill_ms", "decode_ms", "reused_tokens")
+    __slots__ = ("replica", "expected_ms", "backlog_ms", "slot_wait_ms", "load_ms", "prefill_ms", "decode_ms", "reused_tokens", "crowding_ms")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_MS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,7 @@ class ReplicaTerms(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CROWDING_MS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     expected_ms: float
     backlog_ms: float
@@ -260,4 +261,5 @@ class ReplicaTerms(_message.Message):
     prefill_ms: float
     decode_ms: float
     reused_tokens: int
-    def __init__(self, replica: _Optional[str] = ..., expected_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., slot_wait_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., reused_tokens: _Optional[int] = ...) -> None: ...
+    crowding_ms: float
+    def __init__(self, replica: _Optional[str] = ..., expected_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., slot_wait_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., reused_tokens: _Optional[int] = ..., crowding_ms: _Optional[float] = ...) -> None: ...
