@@ -86,8 +86,15 @@ class Operated:
             return False
 
     def replicas(self) -> list[str]:
-        data = self.get("/v1/cache/stats").json()
-        return sorted(data.get("replicas", ()))
+        """Those that answer; none while the Ingress is being replaced."""
+        return sorted(self.stats().get("replicas", ()))
+
+    def stats(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self.get("/v1/cache/stats").json()
+        except httpx.TransportError:
+            return {}
+        return found
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self._url + path, timeout=60)
@@ -187,4 +194,9 @@ def test_no_request_is_lost_while_the_service_is_operated(operated: Operated) ->
         operated.deploy()
         settled(lambda now: len(now) == 1, "scale down")
 
-    assert len(operated.get("/v1/cache/stats").json()["shards_by_node"]) == 2
+        eventually(
+            lambda: len(operated.stats().get("shards_by_node", ())) == 2,
+            "each node has a shard",
+            timeout_s=PATIENCE_S,
+        )
+    assert traffic.wrong == []
