@@ -92,7 +92,7 @@ class Operated:
     def stats(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = self.get("/v1/cache/stats").json()
-        except httpx.TransportError:
+        except (httpx.TransportError, ValueError):  # no connection, or the proxy's own words
             return {}
         return found
 
