@@ -75,8 +75,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One prompt served by every policy. ``drafts`` of the adaptive arm's steps, by number."""
+    """One prompt served by every policy; ``recipe`` names the options that change its figures."""
 
+    recipe: str
     pair: str
     prompt_tokens: int
     output_limit: int
@@ -94,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = [_pair(text, names.distill) for text in names.pairs.split(",")]
     runs = names.runs or (4 * len(POLICIES) if options.short else 3600)
     per_pair = max(runs // len(POLICIES) // len(pairs), 1)
-    journal = Journal(options.json_path)
+    recipe = (
+        f"seed {options.seed} {'short' * options.short} {'cpu' * names.cpu_time} "
+        f"threads {names.threads} distilled {names.distill} {names.texts}"
+    )
+    journal = Journal(options.json_path, recipe)
     results: dict[str, Any] = {}
     requirements: list[Requirement] = []
     for index, pair in enumerate(pairs):
@@ -108,14 +113,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Journal:
-    """Blocks that are done, one a line; without a report's path, in memory only."""
+    """Blocks that are done, one a line; without a report's path, in memory only.
 
-    def __init__(self, json_path: Path | None) -> None:
+    Blocks of another ``recipe`` stay in the file and do not count. A line that a kill cut short
+    is dropped.
+    """
+
+    def __init__(self, json_path: Path | None, recipe: str) -> None:
+        self.recipe = recipe
         self._path = None if json_path is None else Path(f"{json_path}.blocks.jsonl")
         self._blocks: list[Block] = []
         if self._path is not None and self._path.exists():
-            lines = self._path.read_text().splitlines()
-            self._blocks = [Block(**json.loads(line)) for line in lines if line.endswith("}")]
+            *lines, torn = self._path.read_text().split("\n")
+            if torn:
+                self._path.write_text("".join(f"{line}\n" for line in lines))
+            found = [Block(**json.loads(line)) for line in lines]
+            self._blocks = [block for block in found if block.recipe == recipe]
 
     def add(self, block: Block) -> None:
         """Keep a block; on disk before this returns."""
@@ -187,14 +200,14 @@ class PairBench:
         """Blocks up to ``blocks``; says once how long all that are ``left`` will take."""
         began_s, first = time.perf_counter(), journal.count(self.pair)
         for index in range(first, blocks):
-            journal.add(self._block(index))
+            journal.add(self._block(index, journal.recipe))
             done = index + 1 - first
             if done in (1, 4) or done % 50 == 0:
                 hours = (time.perf_counter() - began_s) / done * (left - done) / 3600
                 print(f"... {self.pair.name}: block {index + 1}, {hours:.2f} h to go", flush=True)
         return journal.of(self.pair)
 
-    def _block(self, index: int) -> Block:
+    def _block(self, index: int, recipe: str) -> Block:
         """The ``index``-th prompt by every policy; each block starts with another one."""
         size = PROMPT_TOKENS[index % len(PROMPT_TOKENS)]
         lengths = SHORT_OUTPUT_TOKENS if self._short else OUTPUT_TOKENS
@@ -211,6 +224,7 @@ class PairBench:
         adaptive = runs[ADAPTIVE].stats.steps_by_drafts
         drafting = sum(steps for drafts, steps in adaptive.items() if drafts)
         return Block(
+            recipe=recipe,
             pair=self.pair.name,
             prompt_tokens=size,
             output_limit=limit,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.paired import bootstrap, mean, median
+from benchmarks.rakv_asd import Block, Journal, Pair
 from benchmarks.speculation_ledger import Booked, foresee, overspend, worst_window
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 
@@ -53,3 +57,21 @@ def test_intervals_hold_the_estimate_and_shrink_with_the_spread() -> None:
     assert narrow.low == narrow.value == narrow.high == 1.0
     with pytest.raises(ValueError, match="no values"):
         bootstrap([], mean, seed=1)
+
+
+def test_a_run_that_was_killed_goes_on_behind_its_last_whole_block(tmp_path: Path) -> None:
+    pair = Pair("model", 6, 0.0)
+    block = Block("now", pair.name, 64, 32, 0, {"K=0": 1.5}, 32, True, {"K=0": 0.0}, 0.0)
+    first = Journal(tmp_path / "report.json", "now")
+    first.add(block)
+    first.add(replace(block, index=1))
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text() + '{"recipe": "now", "pa')
+
+    second = Journal(tmp_path / "report.json", "now")
+    second.add(replace(block, index=2))
+
+    assert second.of(pair) == [block, replace(block, index=1), replace(block, index=2)]
+    assert Journal(tmp_path / "report.json", "now").of(pair) == second.of(pair)
+    assert Journal(tmp_path / "report.json", "other").count(pair) == 0
+    assert Journal(None, "now").count(pair) == 0
