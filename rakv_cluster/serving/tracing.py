@@ -16,6 +16,8 @@ from rakv_cluster.serving.recent import RequestLine
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
+_EXPORT_TIMEOUT_S = 3
+"""Of one batch; also about what a stop waits for a collector that is gone."""
 _PHASES = ("queue", "load", "prefill", "decode")
 
 
@@ -100,7 +102,8 @@ def open_tracer(endpoint: str, service_name: str) -> Tracer:
             f"otlp_endpoint needs the otel extra (pip install 'rakv-cluster[otel]'): {error}",
             field="otlp_endpoint",
         ) from error
-    return OtelTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), service_name)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    return OtelTracer(BatchSpanProcessor(exporter), service_name)
 
 
 def _attributes(line: RequestLine) -> Mapping[str, str | int | float]:

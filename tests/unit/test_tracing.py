@@ -78,3 +78,4 @@ def test_an_endpoint_that_does_not_answer_costs_requests_nothing() -> None:
     line = RequestLine("r", 100.0, "chat", "ok", "exact", {}, 0, {}, 0, 0.0, 50.0, False)
 
     tracer.ended(line, RequestStats(), "")
+    tracer.close()
