@@ -72,13 +72,19 @@ def serve(
     chosen = load_settings({**given, **_pairs(extra)}, file=config)
     # Imported late, like Ray below: `rakv --help` must not wait for torch.
     from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
-    from rakv_cluster.model.loader import check_model  # noqa: PLC0415
+    from rakv_cluster.model.loader import check_model, load_tokenizer  # noqa: PLC0415
+    from rakv_cluster.speculation.draft_model import check_vocabulary  # noqa: PLC0415
 
     # What can fail fast does so here: a wrong model name must not cost a start of Ray.
     configured_keys(chosen)
     if chosen.has_tls:
         tls_files(chosen)
-    check_model(resolve(chosen.model, chosen.cache_path), device=chosen.device)
+    source = resolve(chosen.model, chosen.cache_path)
+    check_model(source, device=chosen.device)
+    if chosen.draft_model:
+        draft = resolve(chosen.draft_model, chosen.cache_path)
+        check_model(draft, device=chosen.device)
+        check_vocabulary(load_tokenizer(source), load_tokenizer(draft))
     _check_port(chosen.host, chosen.port, "port")
     if chosen.grpc_port:
         _check_port(chosen.grpc_host, chosen.grpc_port, "grpc_port")

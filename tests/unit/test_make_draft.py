@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from rakv_cluster.cli.main import app
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.model.loader import load_model
 from rakv_cluster.model.make_draft import (
@@ -151,3 +153,19 @@ def test_a_vocabulary_is_compared_token_by_token() -> None:
         check_vocabulary(tiny_tokenizer(), other)
 
     assert refused.value.field == "draft_model"
+
+
+def test_serve_refuses_another_vocabulary_before_anything_starts(
+    target: Path, tmp_path: Path
+) -> None:
+    other = save_tiny_model(tmp_path / "other", tiny_llama())
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["surplus"])
+    tokenizer.save_pretrained(other)
+
+    done = CliRunner().invoke(
+        app, ["serve", "--model", str(target), "--set", f"draft_model={other}"]
+    )
+
+    assert done.exit_code == 2
+    assert "another vocabulary: id 259" in done.output
