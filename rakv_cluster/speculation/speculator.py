@@ -149,20 +149,22 @@ class Speculator:
     def rests(self, seats: Sequence[Seat]) -> bool:
         """Whether the next decode step is to be left alone, without :meth:`plan`.
 
-        So it is where the ledgers cannot even pay for deciding, until plain steps have.
+        So it is where the ledgers cannot even pay for deciding, until plain steps have. A request
+        that asked for its drafts gets them all the same.
         """
-        if self._rest_steps == 0:
+        if self._rest_steps == 0 or any(seat.speculation.forced > 0 for seat in seats):
             return False
         self._rest_steps -= 1
         base_ms = self._costs(seats).at(len(seats))
-        if math.isfinite(base_ms):
+        ledgers = [s.speculation.state.ledger for s in seats if not s.speculation.is_off]
+        if ledgers and math.isfinite(base_ms):
             charge(
                 self._settings.governor,
                 self.replica.ledger,
-                [seat.speculation.state.ledger for seat in seats],
+                ledgers,
                 base_ms=base_ms,
                 spent_ms=base_ms,
-                plain_steps=[1] * len(seats),
+                plain_steps=[1] * len(ledgers),
             )
         self._steps_by_reason[Reason.RESTED.value] += 1
         self._steps_by_drafts[0] += len(seats)

@@ -21,11 +21,19 @@ from rakv_cluster.testing.speculation import NO_RULE
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def speculator() -> Speculator:
+class SlowThinking(ManualClock):
+    """Every look at the clock takes a millisecond."""
+
+    def monotonic_s(self) -> float:
+        self.advance(1e-3)
+        return super().monotonic_s()
+
+
+def speculator(clock: ManualClock | None = None) -> Speculator:
     table = CostTable(CostBuckets())
     for rows in (1, 2, 3, 4, 8, 16):
         table.observe(CostSample(rows, 256, 1, 30.0 + rows))
-    return Speculator(table, ControllerSettings(), ManualClock())
+    return Speculator(table, ControllerSettings(), clock or ManualClock())
 
 
 def decode(
@@ -111,3 +119,20 @@ def test_the_report_adds_up() -> None:
     assert report.best_fixed_drafts > 0
     assert 0.0 <= report.decision_accuracy <= 1.0
     assert report.base_ms == pytest.approx(31.0)
+
+
+def test_a_rest_does_not_take_the_drafts_of_those_who_asked_for_them() -> None:
+    subject = speculator(SlowThinking())
+    tokens = np.array(PHRASE * 3)
+    broke = subject.begin("auto", tokens, NO_RULE, prefill_ms=0.0)
+    broke.state.ledger.overspend_ms = 1_000.0
+    plan = subject.plan([Seat(broke, tokens, 8)])
+    verdict = judge_block((), (99,), tokens_left=9, stop_token_ids=frozenset())
+    subject.settle(plan, [verdict], forward_ms=31.0)
+    asked = subject.begin("4", tokens, NO_RULE, prefill_ms=0.0)
+
+    assert subject.rests([Seat(broke, tokens, 8)])
+    assert not subject.rests([Seat(broke, tokens, 8), Seat(asked, tokens, 8)])
+    together = subject.plan([Seat(broke, tokens, 8), Seat(asked, tokens, 8)])
+
+    assert [len(drafts) for drafts in together.drafts] == [0, 4]
