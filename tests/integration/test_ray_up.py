@@ -14,7 +14,6 @@ import pytest
 import rakv_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-pytestmark.append(pytest.mark.skip(reason="not seen to pass yet"))
 
 ROOT = Path(rakv_cluster.__file__).parent.parent
 NAMESPACES = ["unshare", "-n", "-m", "-p", "--fork", "--kill-child", "--mount-proc"]
