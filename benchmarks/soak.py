@@ -222,9 +222,9 @@ class Soak:
         rows = []
         for case in cases:
             for document in case.documents:
-                (job / "docs" / f"{document.id}.txt").write_text(document.text)
+                (job / "docs" / document.id).write_text(document.text)
             rows.append(json.dumps({
-                "prompt": case.question, "documents": [f"{d.id}.txt" for d in case.documents],
+                "prompt": case.question, "documents": [d.id for d in case.documents],
             }))  # fmt: skip
         (job / "rows.jsonl").write_text("\n".join(rows))
         run = [sys.executable, "-m", "rakv_cluster.cli", "batch", "run", "--url", self._url,
