@@ -122,20 +122,27 @@ def run(
     with _journal(job, out, resume=resume) as journal:
         again = journal.failed if retry_errors else frozenset()
         todo = [index for index in planned.order if index not in journal or index in again]
-        try:
-            _work(job, todo, journal, target, console)
-        except KeyboardInterrupt as interrupt:
-            console.print("interrupted; go on with --resume")
-            raise typer.Exit(INTERRUPTED) from interrupt
-        except RakvError as error:
-            console.print(f"[bold red]stopped:[/] {error.message}; go on with --resume")
-            raise typer.Exit(STOPPED) from error
+        _work_or_stop(job, todo, journal, target, console)
         write_results(job, journal, out)
         failed = len(journal.failed)
     _journal_path(out).unlink()
     console.print(f"{len(job.rows)} rows in {out}, {failed} with errors; {stats_path(out)}")
     if failed:
         raise typer.Exit(ROW_ERRORS)
+
+
+def _work_or_stop(
+    job: Job, todo: list[int], journal: Journal, target: Target, console: Console
+) -> None:
+    """Ask; what ends it early becomes the command's exit code."""
+    try:
+        _work(job, todo, journal, target, console)
+    except KeyboardInterrupt as interrupt:
+        console.print("interrupted; go on with --resume")
+        raise typer.Exit(INTERRUPTED) from interrupt
+    except RakvError as error:
+        console.print(f"[bold red]stopped:[/] {error.message}; go on with --resume")
+        raise typer.Exit(STOPPED) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from rakv_cluster.engine.drafting import DraftedStep, Drafting
 from rakv_cluster.engine.emission import Emitter
 from rakv_cluster.engine.keeping import Keeper
 from rakv_cluster.engine.packing import Part
-from rakv_cluster.engine.prefixes import Prefixes
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.scheduler import (
     Candidate,
@@ -36,12 +35,11 @@ from rakv_cluster.engine.sequence import Phase, Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import Counters, EngineStats
 from rakv_cluster.engine.stepper import Stepper
+from rakv_cluster.engine.wiring import Reuse
 from rakv_cluster.kv.buffer import BufferPool
-from rakv_cluster.kv.transfer import transfer_for
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import Costs, CostView
-from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
@@ -85,24 +83,14 @@ class EngineCore:
             device=runner.device,
             granule_tokens=settings.kv_granule_tokens,
         )
-        self._transfer = transfer_for(runner.device)
         self._costs = Costs(step_tokens=settings.max_step_tokens)
         self._counters = Counters()
-        self._saver = Saver(
-            store,
-            runner.layout,
-            savers,
-            self._transfer,
-            clock,
-            numeric_class=numeric_class,
-            queue_bytes=settings.save_queue_bytes,
-            settle_s=settings.settle_s,
-            learn_sensitivity=not blending.rotation.refusal,
+        reuse = Reuse(
+            store, flight, blending, runner, self._pool, self._costs, settings, clock, numeric_class
         )
+        self._saver = reuse.saver(savers)
         self._keeper = Keeper(self._saver, cuts, limits)
-        self._prefixes = self._make_prefixes(
-            store, flight, loaders, wake, numeric_class=numeric_class, blending=blending
-        )
+        self._prefixes = reuse.prefixes(self._saver, self._keeper, loaders, self._counters, wake)
         self._emitter = Emitter(clock, self._counters)
         self._stepper = Stepper(
             runner,
@@ -130,34 +118,6 @@ class EngineCore:
         self._arrivals = 0
         self._failed_steps = 0
         self._lone_turn = False
-
-    def _make_prefixes(
-        self,
-        store: ChunkStore,
-        flight: SingleFlight,
-        loaders: Workers,
-        wake: Callable[[], None],
-        *,
-        numeric_class: str,
-        blending: BlendSupport,
-    ) -> Prefixes:
-        return Prefixes(
-            store=store,
-            flight=flight,
-            pool=self._pool,
-            layout=self._runner.layout,
-            transfer=self._transfer,
-            costs=self._costs,
-            saver=self._saver,
-            keeper=self._keeper,
-            loaders=loaders,
-            settings=self._settings,
-            numeric_class=numeric_class,
-            clock=self._clock,
-            counters=self._counters,
-            wake=wake,
-            blending=blending,
-        )
 
     @property
     def healthy(self) -> bool:

@@ -6,8 +6,9 @@ Bodies name a prompt (``messages`` or ``prompt``, ``documents``) as for a comple
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 
@@ -52,11 +53,23 @@ _DRAIN_SCHEMA = {
 }
 
 
+_Body: TypeAlias = Callable[[Request], Awaitable[dict[str, Any]]]
+"""Reads and parses a request's body."""
+
+
 def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
     """Serve ``/v1/cache/...``."""
 
     async def body(request: Request) -> dict[str, Any]:
         return parse_object(await read_body(request, settings))
+
+    _add_prompt_routes(app, cache, body)
+    _add_pin_routes(app, cache, body)
+    _add_node_routes(app, cache, body)
+
+
+def _add_prompt_routes(app: FastAPI, cache: CacheApi, body: _Body) -> None:
+    """One prompt: compute it, find it, remove it."""
 
     @app.post(
         "/v1/cache/warm",
@@ -87,6 +100,20 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         )
 
     @app.post(
+        "/v1/cache/evict",
+        openapi_extra=prompt_schema({}),
+        responses=answered(described(removed_records=COUNT)),
+    )
+    async def evict(request: Request) -> Response:
+        """Remove a prompt's chunks from all nodes' disks; admin scope."""
+        removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
+        return json_response({"removed_records": removed})
+
+
+def _add_pin_routes(app: FastAPI, cache: CacheApi, body: _Body) -> None:
+    """Keep a prompt, or no longer."""
+
+    @app.post(
         "/v1/cache/pin",
         openapi_extra=prompt_schema(_PIN),
         responses=answered(described(pinned_chunks=COUNT, prompt_chunks=COUNT)),
@@ -111,15 +138,9 @@ def add_cache_routes(app: FastAPI, cache: CacheApi, settings: Settings) -> None:
         ended = await cache.unpin(prompt, caller_of(request), _owner(data))
         return json_response({"ended_pins": ended})
 
-    @app.post(
-        "/v1/cache/evict",
-        openapi_extra=prompt_schema({}),
-        responses=answered(described(removed_records=COUNT)),
-    )
-    async def evict(request: Request) -> Response:
-        """Remove a prompt's chunks from all nodes' disks; admin scope."""
-        removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
-        return json_response({"removed_records": removed})
+
+def _add_node_routes(app: FastAPI, cache: CacheApi, body: _Body) -> None:
+    """Whole nodes and replicas."""
 
     @app.post(
         "/v1/cache/drain",
