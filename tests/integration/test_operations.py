@@ -23,7 +23,6 @@ from rakv_cluster.cli.local_service import free_port
 from rakv_cluster.testing.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-pytestmark.append(pytest.mark.skip(reason="not seen to pass yet"))
 
 ROOT = Path(rakv_cluster.__file__).parent.parent
 PATIENCE_S = 120.0
