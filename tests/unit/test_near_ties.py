@@ -74,7 +74,7 @@ def together(guarded: EngineHarness, sampling: SamplingParams) -> list[list[int]
     """Four requests at once, two of them drafting."""
     answers = [
         guarded.ask(
-            guarded.prompt(ids(seed)), NEW_TOKENS, sampling=sampling, speculation=(0, 4)[seed % 2]
+            guarded.prompt(ids(seed)), NEW_TOKENS, sampling=sampling, speculation=("off", "4")[seed % 2]
         )
         for seed in range(4)
     ]
@@ -140,7 +140,7 @@ def test_a_replay_has_every_other_step(turn: bool, expected: tuple[Share, ...]) 
 def test_cancelling_during_a_replay_frees_everything() -> None:
     guarded = engine(EPS)
     answers = [
-        guarded.ask(guarded.prompt(ids(seed)), NEW_TOKENS, speculation=4) for seed in range(3)
+        guarded.ask(guarded.prompt(ids(seed)), NEW_TOKENS, speculation="4") for seed in range(3)
     ]
     while not guarded.core.stats().counters.replays:
         guarded.step()
