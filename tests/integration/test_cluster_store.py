@@ -304,6 +304,53 @@ def test_replicas_on_three_nodes_compute_a_cold_document_once(nodes: Nodes) -> N
         ray.kill(replica)
 
 
+def test_no_request_fails_while_nodes_die_and_come(nodes: Nodes) -> None:
+    """Two replicas go on answering about documents of which some lie on the node that dies."""
+    nodes.add("mortal")
+    eventually(nodes.see_each_other, "the new node has a shard")
+    mortal, *replicas = [
+        nodes.on(name, FakeReplica).remote(nodes.settings, f"{name}-2", PATIENCE_S)
+        for name in ("mortal", "head", "b")
+    ]
+    documents = [[(index * 7 + shift) % 50 for index in range(48)] for shift in range(4)]
+    for document in documents[:2]:
+        call(mortal.ask, document, [[63, 0]])
+    stop = threading.Event()
+    wrong: list[object] = []
+    answered = 0
+
+    def ask() -> None:
+        nonlocal answered
+        while not stop.is_set():
+            for number, document in enumerate(documents):
+                question = [50 + number, answered % 50]
+                try:
+                    ((tokens, _),) = call(replicas[answered % 2].ask, document, [question])
+                except RayError as error:
+                    wrong.append(error)
+                    return
+                if tokens != FakeRunner().generate([*document, *question], 4):
+                    wrong.append((document, tokens))
+                answered += 1
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    eventually(lambda: answered >= 4 or bool(wrong), "requests run")
+    nodes.remove("mortal")
+    eventually(nodes.see_each_other, "the dead node is forgotten")
+    nodes.add("heir")
+    eventually(nodes.see_each_other, "another node has joined")
+    before = answered
+    eventually(lambda: answered >= before + 4 or bool(wrong), "requests go on")
+    stop.set()
+    thread.join(PATIENCE_S)
+    assert wrong == []
+    nodes.remove("heir")
+    eventually(nodes.see_each_other, "its part is over")
+    for replica in replicas:
+        ray.kill(replica)
+
+
 def test_a_killed_shard_actor_comes_back_with_its_records(nodes: Nodes) -> None:
     numbers = range(400, 410)
     spread(nodes, numbers)
@@ -361,6 +408,25 @@ def test_garbage_from_a_shard_is_a_miss(nodes: Nodes) -> None:
     call(held[1].close)
     for actor in (asker, *held):
         ray.kill(actor)
+
+
+def test_a_node_that_is_removed_as_planned_leaves_its_records_behind(nodes: Nodes) -> None:
+    nodes.add("leaving")
+    eventually(nodes.see_each_other, "the new node has a shard")
+    numbers = range(900, 940)
+    spread(nodes, numbers, source="leaving")
+    admin = open_store_admin(nodes.settings, SystemClock())
+
+    drained = admin.drain(nodes.id("leaving"), limit_bytes=1 << 30, deadline_s=PATIENCE_S)
+
+    assert (drained.left, drained.copied + drained.elsewhere) == (0, len(numbers))
+    nodes.remove("leaving")
+    eventually(nodes.see_each_other, "the node is forgotten")
+    for name in ("head", "a", "b"):
+        asker = nodes.asker(name)
+        eventually(
+            lambda a=asker: call(a.load, numbers) == list(numbers), f"{name} gets all that it had"
+        )
 
 
 def test_nodes_die_and_come_while_loads_run(nodes: Nodes) -> None:
