@@ -17,7 +17,7 @@ from rakv_cluster.types import SamplingParams
 
 PROMPT_TOKENS = 20
 NEW_TOKENS = 24
-EPS = 0.02
+EPS = 0.2
 SETTINGS = EngineSettings(
     kv_budget_bytes=1 << 20, max_step_tokens=64, max_running=4, growth_tokens=4
 )
@@ -73,10 +73,8 @@ def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
 def together(guarded: EngineHarness, sampling: SamplingParams) -> list[list[int]]:
     """Four requests at once, two of them drafting."""
     answers = [
-        guarded.ask(
-            guarded.prompt(ids(seed)), NEW_TOKENS, sampling=sampling, speculation=("off", "4")[seed % 2]
-        )
-        for seed in range(4)
+        guarded.ask(guarded.prompt(ids(seed)), NEW_TOKENS, sampling=sampling, speculation=mode)
+        for seed, mode in enumerate(("off", "4", "off", "4"))
     ]
     guarded.run(*answers)
     return [answer.token_ids for answer in answers]
