@@ -71,12 +71,25 @@ class Operated:
             },
         )
 
+        # The head runs before its dashboard answers, which is what `serve deploy` asks.
+        eventually(self._dashboard_answers, "Ray's dashboard answers", timeout_s=PATIENCE_S)
+
+    def _dashboard_answers(self) -> bool:
+        url = f"http://127.0.0.1:{self._dashboard}/api/serve/applications/"
+        try:
+            return httpx.get(url, timeout=60).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def deploy(self) -> None:
         """The file as it is now."""
         self._file.write_text(yaml.safe_dump(self._config))
         command = [Path(sys.executable).with_name("serve"), "deploy", self._file]
         address = f"http://127.0.0.1:{self._dashboard}"
-        subprocess.run([*command, "-a", address], check=True, capture_output=True, timeout=120)
+        done = subprocess.run(
+            [*command, "-a", address], check=False, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def ready(self) -> bool:
         try:
