@@ -23,6 +23,7 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.selection import DEFAULT_KERNELS, KernelOptions
+from rakv_cluster.model.threads import aside
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
@@ -87,7 +88,9 @@ class Rig:
     ) -> None:
         torch.set_num_threads(threads)
         self.folder, self.threads = folder, threads
-        self.loaded: LoadedModel = load_model(str(folder), threads=threads, kernels=kernels)
+        self.loaded: LoadedModel = aside(
+            lambda: load_model(str(folder), threads=threads, kernels=kernels)
+        )
         self.stock: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         )

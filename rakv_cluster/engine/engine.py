@@ -15,6 +15,7 @@ from rakv_cluster.engine.stats import EngineStats
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.model.grammar import Grammars, no_grammars
 from rakv_cluster.model.step import Runner
+from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.workers import ThreadWorkers
@@ -92,7 +93,7 @@ class Engine:
     def start(self, *, calibrate: bool = True) -> None:
         """Start serving, after measuring first costs (a second or so) unless told not to."""
         if calibrate:
-            self._core.calibrate()
+            aside(self._core.calibrate)
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

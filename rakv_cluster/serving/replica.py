@@ -18,6 +18,7 @@ from rakv_cluster.logs import REQUEST_ID, fields
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.grammar import TokenizerGrammars
 from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import calibration_path, load_calibration
 from rakv_cluster.reuse.flights import FlightLimits
@@ -76,7 +77,9 @@ class Replica:
         self._store = store
         self._costs = _identity(model)
         self._costs_path = costs_path(settings.cache_path, self._costs)
-        self._speculator = _speculator(model, draft, draft_agreement, settings, clock)
+        self._speculator = aside(
+            lambda: _speculator(model, draft, draft_agreement, settings, clock)
+        )
         self._engine = Engine(
             model.runner,
             store,

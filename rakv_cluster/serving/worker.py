@@ -18,6 +18,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.make_draft import known_agreement
 from rakv_cluster.model.selection import KernelOptions
+from rakv_cluster.model.threads import aside
 from rakv_cluster.routing.autoscaling import BACKLOG_MS, OCCUPANCY
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
@@ -36,8 +37,10 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         configure_logs(settings.log_format)
         clock = SystemClock()
-        model = _load(settings.model, settings)
-        draft = _load(settings.draft_model, settings) if settings.draft_model else None
+        model = aside(lambda: _load(settings.model, settings))
+        draft = None
+        if settings.draft_model:
+            draft = aside(lambda: _load(settings.draft_model, settings))
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
         opened = open_store(settings, memory, clock)
         self._clock = clock
