@@ -36,7 +36,7 @@ from rakv_cluster.client.transport import (
     translated,
 )
 from rakv_cluster.clock import Clock
-from rakv_cluster.errors import RakvError, Unavailable
+from rakv_cluster.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -197,13 +197,4 @@ class AsyncClient:
         return response
 
     async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                return await attempt()
-            except RakvError as error:
-                wait_s = self._retries.wait_s(error, tried, self._random)
-                if wait_s < 0:
-                    raise
-            await self._sleep(wait_s)
+        return await self._retries.run_async(attempt, self._random, self._sleep)

@@ -32,7 +32,6 @@ from rakv_cluster.client.requests import Document, Message, Options
 from rakv_cluster.client.retries import RetryPolicy
 from rakv_cluster.client.transport import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, SYSTEM_CLOCK
 from rakv_cluster.clock import Clock
-from rakv_cluster.errors import RakvError
 from rakv_cluster.rpc.calls import Method, methods
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
@@ -251,13 +250,4 @@ class GrpcClient:
         return self._retried(ask)
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                return attempt()
-            except RakvError as error:
-                wait_s = self._retries.wait_s(error, tried, self._random)
-                if wait_s < 0:
-                    raise
-            self._sleep(wait_s)
+        return self._retries.run(attempt, self._random, self._sleep)

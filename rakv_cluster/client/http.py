@@ -46,7 +46,7 @@ from rakv_cluster.client.transport import (
     translated,
 )
 from rakv_cluster.clock import Clock
-from rakv_cluster.errors import RakvError, Unavailable
+from rakv_cluster.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -197,13 +197,4 @@ class Client:
         return response
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                return attempt()
-            except RakvError as error:
-                wait_s = self._retries.wait_s(error, tried, self._random)
-                if wait_s < 0:
-                    raise
-            self._sleep(wait_s)
+        return self._retries.run(attempt, self._random, self._sleep)

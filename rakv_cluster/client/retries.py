@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 from rakv_cluster.errors import Overloaded, RakvError, Unavailable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,37 @@ class RetryPolicy:
             return -1.0
         backoff_s = min(self.max_s, self.first_s * 2.0 ** (tried - 1))
         return max(asked_s, backoff_s * (0.5 + random.random() / 2))
+
+    def run(self, attempt: Callable[[], T], random: Random, sleep: Callable[[float], None]) -> T:
+        """What ``attempt`` returns, tried as often as this allows; raises its last error."""
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                return attempt()
+            except RakvError as error:
+                wait_s = self.wait_s(error, tried, random)
+                if wait_s < 0:
+                    raise
+            sleep(wait_s)
+
+    async def run_async(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        random: Random,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> T:
+        """As :meth:`run`, awaited."""
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                return await attempt()
+            except RakvError as error:
+                wait_s = self.wait_s(error, tried, random)
+                if wait_s < 0:
+                    raise
+            await sleep(wait_s)
 
 
 NO_RETRIES = RetryPolicy(attempts=1)
