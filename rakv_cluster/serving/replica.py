@@ -22,6 +22,7 @@ from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import calibration_path, load_calibration
 from rakv_cluster.reuse.flights import FlightLimits
+from rakv_cluster.routing.autoscaling import ReplicaLoad
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
 from rakv_cluster.serving.figures import replica_figures
@@ -130,6 +131,10 @@ class Replica:
     def routing_report(self) -> ReplicaReport:
         """What routers are told."""
         return self._reporter.report()
+
+    def load(self) -> ReplicaLoad:
+        """What scaling is told."""
+        return self._reporter.load()
 
     async def stats(self) -> dict[str, Figures]:
         """Its figures (:data:`~rakv_cluster.serving.figures.FIGURES`) under its name."""

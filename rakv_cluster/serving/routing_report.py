@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.engine.stats import Counters
 from rakv_cluster.reuse.costs import LOAD_FIXED_MS, CostView
+from rakv_cluster.routing.autoscaling import ReplicaLoad
 from rakv_cluster.routing.hot_set import CAPACITY, encode_hot_set
 from rakv_cluster.routing.report import MAX_PACES, ReplicaReport
 from rakv_cluster.routing.ticket import work_kind
@@ -75,19 +77,28 @@ class RoutingReporter:
         batch = self._engine.stats().running
         self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)
 
+    def load(self) -> ReplicaLoad:
+        """As of now, without the rest of a report: what is in RAM takes a filter to make."""
+        stats = self._engine.stats()
+        backlog_ms = self._backlog_ms(stats.counters, self._engine.costs())
+        return ReplicaLoad(backlog_ms, (stats.running + stats.waiting) / self._slots)
+
+    def _backlog_ms(self, counters: Counters, costs: CostView) -> float:
+        prompt = counters.computed_tokens + counters.ram_tokens + counters.disk_tokens
+        # Part of what waits will be loaded, not computed: about the part that was so far.
+        computed = counters.computed_tokens / prompt if prompt else 1.0
+        shallow = costs.prefill_rate_ms(costs.step_tokens, 0)
+        return self._engine.uncomputed_tokens() * shallow * computed
+
     def report(self) -> ReplicaReport:
         """As of now."""
         stats, costs = self._engine.stats(), self._engine.costs()
         shallow, deep = (costs.prefill_rate_ms(costs.step_tokens, at) for at in (0, _DEPTH_TOKENS))
-        counters = stats.counters
-        prompt = counters.computed_tokens + counters.ram_tokens + counters.disk_tokens
-        # Part of what waits will be loaded, not computed: about the part that was so far.
-        computed = counters.computed_tokens / prompt if prompt else 1.0
         per_token = self._token_mb * self._load_price
         plain_ms = costs.decode_ms(1)
         paces = self._paces.by_kind()
         return ReplicaReport(
-            backlog_ms=self._engine.uncomputed_tokens() * shallow * computed,
+            backlog_ms=self._backlog_ms(stats.counters, costs),
             open_requests=float(stats.running + stats.waiting),
             slots=float(self._slots),
             prefill_ms=shallow,

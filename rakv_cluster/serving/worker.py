@@ -86,8 +86,8 @@ class Worker:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks before it asks how many replicas there should be."""
-        report = self._replica.routing_report()
-        return {BACKLOG_MS: report.backlog_ms, OCCUPANCY: report.open_requests / report.slots}
+        load = self._replica.load()
+        return {BACKLOG_MS: load.backlog_ms, OCCUPANCY: load.occupancy}
 
     async def stats(self) -> dict[str, Figures]:
         """See :meth:`Replica.stats`."""
