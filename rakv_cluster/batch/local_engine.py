@@ -10,14 +10,11 @@ from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.client import Answer, Document, Message, Options
 from rakv_cluster.clock import Clock
 from rakv_cluster.config import Settings
-from rakv_cluster.model.fetch import resolve
-from rakv_cluster.model.loader import load_model
-from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.serving.auth import ANONYMOUS
 from rakv_cluster.serving.backend import Backend
 from rakv_cluster.serving.openai_models import ChatRequest, validated
 from rakv_cluster.serving.prompting import PromptRenderer
-from rakv_cluster.serving.replica import Replica
+from rakv_cluster.serving.replica import Replica, load_served_model
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
 from rakv_cluster.store.memory import MemoryStore
@@ -67,17 +64,7 @@ class LocalEngine:
 async def local_engine(settings: Settings, clock: Clock) -> AsyncIterator[LocalEngine]:
     """Load the model and serve it while the context lasts. KV is kept in RAM, unless the settings
     say ``store: none``. Raises :class:`ConfigError` for a model that cannot be loaded."""
-    model = load_model(
-        resolve(settings.model, settings.cache_path),
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads_per_replica,
-        kernels=KernelOptions(
-            fused=settings.fused,
-            numerics=settings.numerics,
-            packed_budget_bytes=settings.packed_budget_bytes,
-        ),
-    )
+    model = load_served_model(settings.model, settings)
     memory = MemoryStore(int(settings.ram_budget_bytes), clock)
     replica = Replica(model, NullStore() if settings.store == "none" else memory, settings, clock)
     backend: Backend = replica

@@ -16,8 +16,10 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import ConfigError, Unavailable
 from rakv_cluster.logs import REQUEST_ID, fields
 from rakv_cluster.model.card import ModelCard
+from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.grammar import TokenizerGrammars
-from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import calibration_path, load_calibration
@@ -178,6 +180,26 @@ def _log_end(request: EngineRequest, finish: FinishReason, stats: RequestStats) 
             computed_tokens=stats.computed_tokens,
             output_tokens=stats.output_tokens,
         ),
+    )
+
+
+def load_served_model(source: str, settings: Settings) -> LoadedModel:
+    """The model as the service's settings want it; raises what ``load_model`` raises.
+
+    Loaded aside: the engine's thread is the one that computes from then on.
+    """
+    return aside(
+        lambda: load_model(
+            resolve(source, settings.cache_path),
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads_per_replica,
+            kernels=KernelOptions(
+                fused=settings.fused,
+                numerics=settings.numerics,
+                packed_budget_bytes=settings.packed_budget_bytes,
+            ),
+        )
     )
 
 

@@ -15,14 +15,11 @@ from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
-from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.make_draft import known_agreement
-from rakv_cluster.model.selection import KernelOptions
-from rakv_cluster.model.threads import aside
 from rakv_cluster.routing.autoscaling import BACKLOG_MS, OCCUPANCY
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
-from rakv_cluster.serving.replica import Replica
+from rakv_cluster.serving.replica import Replica, load_served_model
 from rakv_cluster.serving.stores import open_store
 from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT
 from rakv_cluster.store.memory import MemoryStore
@@ -37,10 +34,8 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         configure_logs(settings.log_format)
         clock = SystemClock()
-        model = aside(lambda: _load(settings.model, settings))
-        draft = None
-        if settings.draft_model:
-            draft = aside(lambda: _load(settings.draft_model, settings))
+        model = load_served_model(settings.model, settings)
+        draft = load_served_model(settings.draft_model, settings) if settings.draft_model else None
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
         opened = open_store(settings, memory, clock)
         self._clock = clock
@@ -102,17 +97,3 @@ class Worker:
         replica = getattr(self, "_replica", None)
         if replica is not None:
             replica.close()
-
-
-def _load(source: str, settings: Settings) -> LoadedModel:
-    return load_model(
-        resolve(source, settings.cache_path),
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads_per_replica,
-        kernels=KernelOptions(
-            fused=settings.fused,
-            numerics=settings.numerics,
-            packed_budget_bytes=settings.packed_budget_bytes,
-        ),
-    )
