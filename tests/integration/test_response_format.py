@@ -111,7 +111,9 @@ def test_a_completion_follows_a_schema_too(http: httpx.Client) -> None:
 def test_every_choice_follows_it(http: httpx.Client) -> None:
     response = http.post(CHAT, json=body(SCHEMAS["an object"], n=3, seed=1))
 
-    for choice in response.json()["choices"]:
+    choices = response.json()["choices"]
+    assert len(choices) == 3
+    for choice in choices:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMAS["an object"])
 
 
