@@ -13,7 +13,8 @@ here is listed with its reason. For each set of documents, in an order that rota
   new in front    one more document before them
   restart         another question after a restart of the process (what is on disk stays)
 
-then decoding alone, four requests at once, and tasks with something to copy. Fidelity is against
+then decoding alone, four requests at once, and tasks with something to copy. Ours is compared on
+each line with the fastest other that answers as plain decoding does there. Fidelity is against
 plain transformers on the same ids: the share of tokens up to the first difference (an exact method
 has 1 but for ties), and the KL of the first token's distribution where a peer shows it. Output
 that repeats itself makes drafts look good: the share of tokens in repeated 8-grams is printed.
@@ -55,6 +56,8 @@ from rakv_cluster.serving.prompting import PromptRenderer
 
 OURS = "rakv"
 TOKENS, NGRAM = 24, 8
+SAME = 0.999
+"""Mean agreement from which on a peer counts as one of equal fidelity."""
 LINES = ("cold", "same prefix", "reordered", "new in front", "restart")
 TASKS = {
     "copy": "Repeat the first document word for word.",
@@ -248,22 +251,47 @@ def _report(
     print("\nfidelity to plain transformers")
     rows = [_fidelity(bench, name) for name in names]
     print(table(rows, ["", "agreement", "worst", "KL of first token", "repeated 8-grams"]))
-    others = [n for n in names if not n.startswith(OURS)]
+    by_line = {x: {n: _agreement(bench, n, x) for n in names} for x in (*LINES, *decode)}
+    print("\nagreement by line")
+    print(table([[x, *(row[n] for n in names)] for x, row in by_line.items()], ["", *names]))
+    ours_agrees = rows[names.index(OURS)][1]
     requirements = [
-        Requirement(f"TTFT {line}: best other / {OURS}",
-                    min(ms for n in others if not math.isnan(ms := ttft[line][n]))
-                    / ttft[line][OURS], ">=", 1.0)
-        for line in LINES
-    ]  # fmt: skip
-    requirements.append(
-        Requirement(f"{OURS}: greedy agreement", rows[names.index(OURS)][1], ">=", 0.999)
-    )
+        *(
+            _ahead(f"TTFT, {x}", {n: 1 / ms for n, ms in ttft[x].items()}, by_line[x])
+            for x in LINES
+        ),
+        *(_ahead(f"tokens/s, {x}", row, by_line[x]) for x, row in decode.items()),
+        _ahead("four at once", {n: 1 / s for n, s in at_once.items()}, {}),
+        Requirement(f"{OURS}: greedy agreement", ours_agrees, ">=", SAME),
+    ]
     results: dict[str, Any] = {
         "ttft_ms": ttft, "tokens_per_s": decode, "four_at_once_s": at_once,
         "fidelity": {row[0]: row[1:] for row in rows}, "skipped": bench.skipped,
         "weights": bench.weights, "documents": origin,
     }  # fmt: skip
     return finish(options, results, requirements)
+
+
+def _ahead(name: str, speed: Mapping[str, float], agreement: Mapping[str, float]) -> Requirement:
+    """This service against the fastest other that answers as plain decoding does on this line.
+
+    The speed of one that answers otherwise is printed; it is not speed at equal fidelity.
+    """
+    best = 0.0
+    for peer, value in speed.items():
+        if peer.startswith(OURS) or math.isnan(value):
+            continue
+        if agreement.get(peer, 1.0) >= SAME:
+            best = max(best, value)
+        else:
+            print(f"{name}: {peer} answers otherwise (agreement {agreement[peer]:.2f}), "
+                  f"at {value / speed[OURS]:.2f} times our speed")  # fmt: skip
+    return Requirement(f"{name}: {OURS} / best other", speed[OURS] / best, ">=", 1.0)
+
+
+def _agreement(bench: Bench, peer: str, line: str) -> float:
+    found = [m.agreement for m in bench.measured if (m.peer, m.line) == (peer, line)]
+    return statistics.mean(found) if found else math.nan
 
 
 def _median(bench: Bench, peer: str, line: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -16,8 +17,9 @@ from typer.testing import CliRunner, Result
 
 import rakv_cluster
 from rakv_cluster.cli.main import app
+from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.kv.codec import encode
-from rakv_cluster.store.folder import DATA_FILE, ShardFolder
+from rakv_cluster.store.folder import DATA_FILE, FOLDER_FORMAT, ShardFolder
 from rakv_cluster.store.lmdb_shard import ShardReader, ShardSettings, ShardWriter
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.records import TINY_NAMESPACE, tiny_record
@@ -237,3 +239,32 @@ def test_the_budget_of_a_map_keeps_the_map_and_every_record(budget_bytes: int) -
 
     assert again.map_bytes == settings.map_bytes
     assert again.budget_bytes >= settings.budget_bytes
+
+
+def test_a_folder_of_another_format_is_left_alone_and_its_records_move_by_archive(
+    shard: Path, tmp_path: Path
+) -> None:
+    """docs/operations.md, "Upgrade of the store's format"."""
+    archive, aside = tmp_path / "records.rkva", tmp_path / "aside"
+    assert store("export", shard, archive).exit_code == 0
+    identity_file = shard / "shard.json"
+    identity = json.loads(identity_file.read_text())
+    identity_file.write_text(json.dumps(identity | {"format": FOLDER_FORMAT + 1}))
+    files = {path: path.read_bytes() for path in shard.rglob("*") if path.is_file()}
+
+    with pytest.raises(StoreUnavailable, match=f"unknown format {FOLDER_FORMAT + 1}"):
+        ShardWriter(shard, SETTINGS, ManualClock())
+    refused = store("import", shard, archive)
+
+    assert refused.exit_code != 0
+    assert f"unknown format {FOLDER_FORMAT + 1}" in refused.output
+    assert (
+        files.items()
+        <= {path: path.read_bytes() for path in shard.rglob("*") if path.is_file()}.items()
+    )
+
+    shard.rename(aside)
+    ShardWriter(shard, SETTINGS, ManualClock()).close()
+    assert not stored_keys(shard)
+    assert store("import", shard, archive).exit_code == 0
+    assert stored_keys(shard) == KEYS
