@@ -6,6 +6,7 @@ import json
 import pydoc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +17,9 @@ from rakv_cluster.reuse.calibrating import shuffled_prompt
 from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.template import Document, Message
+
+TUNED_ON = 40
+"""Rows of MuSiQue on which the selectors were chosen: they are left out."""
 
 SYSTEM = "You are a helpful assistant. Answer briefly from the documents."
 
@@ -29,17 +33,20 @@ class Asked:
     answer: str = ""
 
 
-def sources(documents: int, characters: int) -> dict[str, Iterator[Asked]]:
+def sources(
+    documents: int, characters: int, folder: Path | None = None
+) -> dict[str, Iterator[Asked]]:
     """Endless only as far as the data goes; shared data sets that are not there are left out."""
     found: dict[str, Iterator[Asked]] = {"manual pages": _manual(documents, characters)}
     try:
-        folder = shared_data()
+        folder = folder or shared_data()
     except SystemExit:
         return found
     musique = folder / "musique" / "musique_dev.json"
     samples = folder / "bugloc-git" / "samples_dev.jsonl"
     if musique.exists():
-        found["MuSiQue"] = _musique(json.loads(musique.read_text()), documents, characters)
+        rows = json.loads(musique.read_text())[TUNED_ON:]
+        found["MuSiQue"] = _musique(rows, documents, characters)
     if samples.exists():
         found["bug localization"] = _bugs(
             [json.loads(line) for line in samples.read_text().splitlines()],

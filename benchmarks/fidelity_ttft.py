@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
+from rakv_cluster.reuse.probing import probe_settings
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
@@ -34,23 +35,25 @@ from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How one kind of request is asked; ``recompute`` counts under BLEND."""
+    """How one kind of request is asked; ``recompute`` and ``probe`` count under BLEND."""
 
     name: str
     reuse: ReuseMode
     recompute: float = 0.0
+    probe: bool = False
     order: str = "unseen"
     new_in_front: bool = False
 
+
+BLENDED = (0.0, 0.05, 0.15, 0.3)
+"""Fractions that are timed."""
 
 ARMS = (
     Arm("no cache", ReuseMode.OFF),
     Arm("prefix only", ReuseMode.EXACT),
     Arm("reorder", ReuseMode.EXACT, order="seen"),
-    Arm("blend 0%", ReuseMode.BLEND, 0.0),
-    Arm("blend 5%", ReuseMode.BLEND, 0.05),
-    Arm("blend 15%", ReuseMode.BLEND, 0.15),
-    Arm("blend 30%", ReuseMode.BLEND, 0.3),
+    *(Arm(f"blend {fraction:.0%}", ReuseMode.BLEND, fraction) for fraction in BLENDED),
+    Arm("blend 15%, probe", ReuseMode.BLEND, 0.15, probe=True),
     Arm("no cache, one new in front", ReuseMode.OFF, new_in_front=True),
     Arm("blend 5%, one new in front", ReuseMode.BLEND, 0.05, new_in_front=True),
     Arm("blend 15%, one new in front", ReuseMode.BLEND, 0.15, new_in_front=True),
@@ -63,6 +66,47 @@ class Timed:
 
     seconds: list[float] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Median seconds of every arm; ``layers`` are the model's."""
+
+    medians: Mapping[str, float]
+    layers: int
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Each arm's, over no cache for the same kind of prompt."""
+        medians = self.medians
+        base = {name: medians["no cache" + ", one new in front" * ("front" in name)]
+                for name in medians}  # fmt: skip
+        return {name: base[name] / seconds for name, seconds in medians.items()}
+
+    @property
+    def probe(self) -> float:
+        """Its time as a share repaired."""
+        spent_s = self.medians["blend 15%, probe"] - self.medians["blend 15%"]
+        return max(spent_s, 0.0) / self._repair_s
+
+    @property
+    def check(self) -> float:
+        """What finding layer-1 deviation takes as a share repaired: computing one layer of all
+        that is not repaired. Derived from no cache, which computes all layers of it."""
+        return (1 - 0.15) * self.medians["no cache"] / self.layers / self._repair_s
+
+    def speedup(self, fraction: float, *, extra: float = 0.0) -> float:
+        """Over no cache where ``fraction`` is repaired, and as much time as ``extra`` takes."""
+        seconds = [self.medians[f"blend {each:.0%}"] for each in BLENDED]
+        at = fraction + extra
+        beyond_s = max(at - BLENDED[-1], 0.0) * self._repair_s
+        return self.medians["no cache"] / (float(np.interp(at, BLENDED, seconds)) + beyond_s)
+
+    @property
+    def _repair_s(self) -> float:
+        """Seconds to repair everything, by the slope between the ends."""
+        spent_s = self.medians[f"blend {BLENDED[-1]:.0%}"] - self.medians["blend 0%"]
+        return spent_s / BLENDED[-1]
 
 
 class TtftRig:
@@ -81,7 +125,7 @@ class TtftRig:
             settings=EngineSettings(kv_budget_bytes=4 << 30, price_loads=False),
             clock=SystemClock(),
             numeric_class=model.card.numeric_class,
-            blending=BlendSupport(model.rotation),
+            blending=BlendSupport(model.rotation, probe=probe_settings(model.card.layout.layers)),
         )
         self._engine.start()
         self._asked = 0
@@ -101,13 +145,10 @@ class TtftRig:
         self._ask(other, Arm("seed", ReuseMode.EXACT))
         self._forget(other)
 
-    def time(self, rounds: int, budget_s: float, rng: np.random.Generator) -> dict[str, Timed]:
-        """Every arm once per round, in an order of its own; no new round after ``budget_s``."""
+    def time(self, rounds: int, rng: np.random.Generator) -> dict[str, Timed]:
+        """Every arm once per round, in an order of its own."""
         timed = {arm.name: Timed() for arm in ARMS}
-        until_s = time.monotonic() + budget_s
-        for done in range(rounds):
-            if done and time.monotonic() > until_s:
-                break
+        for _ in range(rounds):
             for index in rng.permutation(len(ARMS)):
                 arm = ARMS[index]
                 order = self._seen if arm.order == "seen" else self._unseen(rng)
@@ -157,7 +198,7 @@ class TtftRig:
             prompt,
             1,
             reuse=arm.reuse,
-            blend=BlendWish(recompute=arm.recompute),
+            blend=BlendWish(recompute=arm.recompute, probe=arm.probe),
             speculation="off",
         )
         self._engine.submit(request, answer)

@@ -41,11 +41,13 @@ class BlendWish:
 
     ``max_kl`` bounds the 95th percentile of the divergence (nats per token) that the model's
     calibration expects; ``recompute`` from 0 to 1 repairs that share of the reused tokens whatever
-    it costs (below 0: not given). With a ``refusal`` nothing is blended, for that reason.
+    it costs (below 0: not given). Without ``probe`` the question never runs first to see what it
+    attends to. With a ``refusal`` nothing is blended, for that reason.
     """
 
     max_kl: float = 0.1
     recompute: float = -1.0
+    probe: bool = True
     refusal: str = ""
 
 

@@ -69,6 +69,7 @@ def calibrate(
         calibration_path,
         save_calibration,
     )
+    from rakv_cluster.reuse.probing import probe_settings  # noqa: PLC0415
     from rakv_cluster.serving.prompting import PromptRenderer  # noqa: PLC0415
 
     console = Console()
@@ -84,32 +85,47 @@ def calibrate(
     cases = _prompts(renderer, texts, prompts, document_tokens)
     origin = str(texts) if texts else "standard library"
     path = calibration_path(settings.cache_path, loaded.card.digest)
-    curves = measure_curves(loaded.runner, loaded.rotation, cases, loaded.card.eos_token_ids)
-    for done, points in enumerate(curves, start=1):
+    curves = measure_curves(
+        loaded.runner,
+        loaded.rotation,
+        cases,
+        loaded.card.eos_token_ids,
+        probe=probe_settings(loaded.card.layout.layers),
+    )
+    for done, found in enumerate(curves, start=1):
         console.print(f"{done} of {len(cases)} prompts", highlight=False)
         if done < _FEWEST_PROMPTS:
             continue
         # Kept as it grows: an interrupted run leaves what it measured.
-        calibration = Calibration(loaded.card.model_id, done, origin, points)
+        calibration = Calibration(loaded.card.model_id, done, origin, found.plain, found.probed)
         save_calibration(calibration, path)
     _show(console, calibration, path)
 
 
 def _show(console: Console, calibration: Calibration, path: Path) -> None:
-    table = Table("repaired", "KL mean", "KL p95 (upper)", "top-1 equal", "greedy tokens equal")
-    for point in calibration.points:
-        table.add_row(
-            f"{point.fraction:.0%}",
-            f"{point.kl:.3f} [{point.kl_low:.3f}, {point.kl_high:.3f}]",
-            f"{point.kl_p95:.3f} ({point.kl_p95_upper:.3f})",
-            f"{point.top1:.0%} [{point.top1_low:.0%}, {point.top1_high:.0%}]",
-            f"{point.agreement:.0%} [{point.agreement_low:.0%}, {point.agreement_high:.0%}]",
-        )
-    console.print(table)
+    for title, points in (
+        ("without the question probe", calibration.points),
+        ("with the question probe", calibration.probed),
+    ):
+        table = Table(
+            "repaired", "KL mean", "KL p95 (upper)", "top-1 equal", "greedy tokens equal",
+            title=title,
+        )  # fmt: skip
+        for point in points:
+            table.add_row(
+                f"{point.fraction:.0%}",
+                f"{point.kl:.3f} [{point.kl_low:.3f}, {point.kl_high:.3f}]",
+                f"{point.kl_p95:.3f} ({point.kl_p95_upper:.3f})",
+                f"{point.top1:.0%} [{point.top1_low:.0%}, {point.top1_high:.0%}]",
+                f"{point.agreement:.0%} [{point.agreement_low:.0%}, {point.agreement_high:.0%}]",
+            )
+        console.print(table)
     for budget in (0.05, 0.1, 0.2):
-        choice = calibration.choose(budget)
-        met = choice.refusal or f"repair {choice.fraction:.0%}"
-        console.print(f"max_kl {budget}: {met}", highlight=False, soft_wrap=True)
+        for probed in (False, True):
+            choice = calibration.choose(budget, probed=probed)
+            met = choice.refusal or f"repair {choice.fraction:.0%}"
+            way = "with" if probed else "without"
+            console.print(f"max_kl {budget}, {way} probe: {met}", highlight=False, soft_wrap=True)
     console.print(f"kept in {path}", highlight=False, soft_wrap=True)
 
 

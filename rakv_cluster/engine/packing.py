@@ -30,7 +30,9 @@ class Part:
     @property
     def choices(self) -> int:
         """Rows whose logits choose a token: from the last known token on."""
-        return 1 + len(self.drafts) if self.tokens == self.sequence.remaining else 0
+        if self.sequence.probing or self.tokens < self.sequence.remaining:
+            return 0
+        return 1 + len(self.drafts)
 
     @property
     def scattered(self) -> bool:
@@ -77,7 +79,8 @@ class StepPacker:
             if part.drafts:
                 self._tokens_view[known:end] = part.drafts
             self._positions_view[row:end] = positions
-            spans.append(Span(buffer, row, end, int(positions[0]), int(positions[-1])))
+            first, last = int(positions[0]), int(positions[-1])
+            spans.append(Span(buffer, row, end, first, last, sequence.blended.probe.watch))
             choices = part.choices
             self._rows_view[wanted : wanted + choices] = self._all_positions[end - choices : end]
             wanted += choices

@@ -149,6 +149,11 @@ class Sequence:
         """Tokens to compute before the next one can be chosen."""
         return len(self.to_compute) or self.count - self.length
 
+    @property
+    def probing(self) -> bool:
+        """Whether a first pass runs, after which prompt positions are computed again."""
+        return self.blended.probe.pending
+
     def advance(self, rows: int) -> None:
         """The next ``rows`` positions are computed."""
         if self.buffer is None:
@@ -160,6 +165,9 @@ class Sequence:
             return
         last = int(self.to_compute[rows - 1])
         self.to_compute = self.to_compute[rows:]
+        if self.probing and not len(self.to_compute):
+            self.blend(self.blended.settled())
+            return
         self.buffer.length = int(self.to_compute[0]) if len(self.to_compute) else last + 1
 
     def blend(self, blended: Blended) -> None:

@@ -228,6 +228,12 @@ def packed_attention(
             heads[:, rows], item.span.buffer, layer, item, scaling=scaling, window=sliding_window
         )
         out[rows] = part.transpose(0, 1)
+        watch = item.span.watch
+        if layer in watch.layers:
+            keys = item.span.buffer.keys(layer)
+            watch.observe(
+                heads[:, rows], keys, item.positions, scaling=scaling, window=sliding_window
+            )
     return out[None], None
 
 

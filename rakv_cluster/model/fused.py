@@ -18,13 +18,34 @@ from rakv_cluster.model.linear import PLAIN_ROWS, Kernel, RowPlan
 from rakv_cluster.model.llama import Layer, LlamaWeights, RotaryTable
 from rakv_cluster.model.row_attention import HeadShape, RowGroup
 from rakv_cluster.model.row_groups import fast_groups, sdpa_groups, uniform_groups
-from rakv_cluster.model.step import Step, check_spans
+from rakv_cluster.model.step import Span, Step, check_spans
 
 BLOCK_ROWS = 512
 """Rows that go through a layer together: their temporaries stay in the cache, and bounded."""
 
 _NO_BLOCKS = 1 << 30
 """On an accelerator all rows run together."""
+
+
+class _WatchedRows:
+    """Those rows of a block that belong to a span which is watched."""
+
+    def __init__(
+        self, shape: HeadShape, span: Span, positions: torch.Tensor, start: int, stop: int
+    ) -> None:
+        """``positions`` are those of the whole step; the block has its rows ``[start, stop)``."""
+        rows = slice(max(span.row_start, start), min(span.row_stop, stop))
+        self._shape, self._span = shape, span
+        self._positions = positions[rows].to(span.buffer.data.device)
+        self._rows = slice(rows.start - start, rows.stop - start)
+
+    def attend(self, layer: int, rotated: torch.Tensor) -> None:
+        """Tell the watch, of the block's rotated heads ``[padded, all heads, head_dim]``."""
+        watch, shape = self._span.watch, self._shape
+        if layer in watch.layers:
+            queries = rotated[self._rows, : shape.heads].transpose(0, 1)
+            keys = self._span.buffer.keys(layer)
+            watch.observe(queries, keys, self._positions, scaling=shape.scale, window=None)
 
 
 class _Block:
@@ -43,11 +64,13 @@ class _Block:
         kernel: Kernel,
         rotary: tuple[torch.Tensor, torch.Tensor],
         groups: list[RowGroup],
+        watched: list[_WatchedRows],
     ) -> None:
         """``rotary`` is cos and sin, ``[padded, 1, head_dim]``."""
         padded = rotary[0].shape[0]
         self.rows = slice(start, start + padded)
         self.kernel = kernel
+        self._watched = watched
         heads, all_heads = shape.heads, shape.heads + 2 * shape.kv_heads
         half, rotating = shape.head_dim // 2, shape.heads + shape.kv_heads
         cos, sin = rotary
@@ -79,6 +102,8 @@ class _Block:
         for group, queries, kv, out in self._parts:
             group.kv.store(layer, kv)
             group.attend(layer, queries, out)
+        for rows in self._watched:
+            rows.attend(layer, self._rotated)
         return self._attended
 
 
@@ -160,6 +185,11 @@ class FusedLlamaRunner:
             positions = _padded(step.positions[start:stop], padded - stop + start)
             rotary = self._rotary.rows(positions.to(self.device), needed)
             mine = [group for group in groups if start <= group.row_start < stop]
+            watched = [
+                _WatchedRows(self._weights.shape, span, step.positions, start, stop)
+                for span in step.spans
+                if span.watch.layers and span.row_start < stop and start < span.row_stop
+            ]
             blocks.append(
                 _Block(
                     self._weights.shape,
@@ -167,6 +197,7 @@ class FusedLlamaRunner:
                     kernel=choice.kernel,
                     rotary=rotary,
                     groups=mine,
+                    watched=watched,
                 )
             )
         return blocks

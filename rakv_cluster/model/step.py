@@ -9,6 +9,7 @@ import torch
 
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class Span:
 
     Their K/V go into ``buffer`` at their positions; each row attends to every slot up to its own
     position (in sliding-window layers, to the window before it). Slots between 0 and the span's
-    last position must hold that sequence's KV or be written by this span.
+    last position must hold that sequence's KV or be written by this span. ``watch`` is told what
+    they attend to.
     """
 
     buffer: KvBuffer
@@ -25,6 +27,7 @@ class Span:
     row_stop: int
     first_position: int
     last_position: int
+    watch: AttentionWatch = UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)

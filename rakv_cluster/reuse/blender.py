@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from rakv_cluster.chunking.openings import Openings
@@ -18,17 +17,18 @@ from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.reuse.blending import (
+    Bill,
     DonorLoad,
     chunk_guesses,
-    compute_ms,
     content_hits,
     offset_guesses,
     positions_to_compute,
     reused_positions,
 )
-from rakv_cluster.reuse.calibration import Calibration, Choice
+from rakv_cluster.reuse.calibration import Calibration, Choice, refused
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import usable
+from rakv_cluster.reuse.probing import NO_PROBE, NOT_PROBED, Probe, ProbeSettings
 from rakv_cluster.reuse.selection import Positions, Selector, no_positions, sensitive_else_first
 from rakv_cluster.reuse.sensitivity import known
 from rakv_cluster.store.base import ChunkStore, LoadItem
@@ -44,6 +44,7 @@ class BlendSupport:
     rotation: KeyRotation
     calibration: Calibration = field(default_factory=Calibration)
     selector: Selector = sensitive_else_first
+    probe: ProbeSettings = NOT_PROBED
 
 
 NO_BLENDING = BlendSupport(KeyRotation.refused("this engine does not blend"))
@@ -54,7 +55,8 @@ class Blended:
     """``to_compute`` are the positions left, ascending; empty: nothing was blended, for ``reason``.
 
     Of the reused positions ``kept`` are as they were loaded and ``repaired`` are among those to
-    compute; ``first`` is the first of them all. ``expected_kl`` is -1 where it is not known.
+    compute; ``first`` is the first of them all. ``expected_kl`` is -1 where it is not known. With a
+    pending ``probe`` the positions left are its first pass; :meth:`settled` says what comes then.
     """
 
     to_compute: Positions = field(default_factory=no_positions)
@@ -63,6 +65,16 @@ class Blended:
     repaired: int = 0
     expected_kl: float = -1.0
     reason: str = ""
+    probe: Probe = NO_PROBE
+
+    def settled(self) -> Blended:
+        """After the probe's pass: the repair that it chose."""
+        probe = self.probe
+        repaired = probe.select()
+        left = positions_to_compute(
+            probe.reused.positions, repaired, covered=probe.covered, total=probe.total
+        )
+        return replace(self, to_compute=left, probe=NO_PROBE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +104,40 @@ class Blender:
         ``known_tokens`` are the prompt's and those generated so far. Never raises: what a store
         does not deliver is computed.
         """
-        choice = self._choice(wish)
-        if choice.refusal:
-            return Blended(reason=choice.refusal)
+        choices = self._choices(wish)
+        if choices[0].refusal:
+            return Blended(reason=choices[0].refusal)
         try:
-            return self._blend(choice, prompt, buffer, costs, covered=covered, total=known_tokens)
+            return self._blend(
+                wish, choices, prompt, buffer, costs, covered=covered, total=known_tokens
+            )
         except Exception:  # the boundary to any store: nothing it raises may get out
             log.warning("a store failed while a prompt was blended; computing", exc_info=True)
             # A load that broke off may have left NaN, which a masked attention would still read.
             buffer.slots(covered, buffer.capacity).zero_()
             return Blended(reason="the store failed")
 
-    def _choice(self, wish: BlendWish) -> Choice:
+    def _choices(self, wish: BlendWish) -> tuple[Choice, ...]:
+        """What meets the wish, without a probe and with one; or one refusal."""
+        support = self.support
         if wish.refusal:
-            return Choice(1.0, 0.0, wish.refusal)
-        if self.support.rotation.refusal:
-            return Choice(1.0, 0.0, f"keys cannot be moved: {self.support.rotation.refusal}")
+            return (refused(wish.refusal),)
+        if support.rotation.refusal:
+            return (refused(f"keys cannot be moved: {support.rotation.refusal}"),)
+        ways = (False, True) if wish.probe and support.probe.layers else (False,)
         if wish.recompute < 0:
-            return self.support.calibration.choose(wish.max_kl)
-        return Choice(wish.recompute, self.support.calibration.expected_kl(wish.recompute))
+            choices = [support.calibration.choose(wish.max_kl, probed=way) for way in ways]
+            met = tuple(choice for choice in choices if not choice.refusal)
+            return met or (choices[-1],)
+        expected = support.calibration.expected_kl
+        return tuple(
+            Choice(wish.recompute, expected(wish.recompute, probed=way), probed=way) for way in ways
+        )
 
     def _blend(
         self,
-        choice: Choice,
+        wish: BlendWish,
+        choices: Sequence[Choice],
         prompt: ChunkedPrompt,
         buffer: KvBuffer,
         costs: CostView,
@@ -125,7 +148,9 @@ class Blender:
         loads = self._hits(prompt, covered)
         if not loads:
             return Blended(reason="no cached text behind the exact prefix")
-        if self.price_loads and not self._pays(choice, loads, costs, covered, total):
+        bill = Bill(loads, costs, covered, total)
+        choice = self._chosen(wish, choices, bill)
+        if self.price_loads and bill.choice_ms(choice) >= bill.exact_ms:
             return Blended(reason="computing is expected to be faster")
         loads = self._load(loads, buffer)
         if not loads:
@@ -134,13 +159,26 @@ class Blender:
         reused = reused_positions(loads, known(prompt.namespace, contents, self.store))
         count = round(choice.fraction * len(reused.positions))
         repaired = self.support.selector(reused, count)
-        return Blended(
+        blended = Blended(
             positions_to_compute(reused.positions, repaired, covered=covered, total=total),
             first=loads[0].start,
             kept=len(reused.positions) - len(repaired),
             repaired=len(repaired),
             expected_kl=choice.expected_kl,
         )
+        # With nothing or everything to repair there is nothing to find out.
+        if not choice.probed or not blended.kept or not blended.repaired:
+            return blended
+        probe = Probe.of(self.support.probe, reused, count, covered=covered, total=total)
+        return replace(blended, to_compute=probe.first_pass(), probe=probe)
+
+    def _chosen(self, wish: BlendWish, choices: Sequence[Choice], bill: Bill) -> Choice:
+        """The cheapest. Of one forced fraction that is never the probed one, which is taken unless
+        the probe is a large part of it all."""
+        if wish.recompute >= 0 and len(choices) > 1:
+            limit = self.support.probe.most_share * bill.repair_ms(wish.recompute)
+            return choices[bill.probe_ms <= limit]
+        return min(choices, key=bill.choice_ms)
 
     def _hits(self, prompt: ChunkedPrompt, covered: int) -> tuple[DonorLoad, ...]:
         # At chunk borders first: those hits lie side by side.
@@ -155,19 +193,6 @@ class Blender:
             approximate=True,
         )
         return content_hits(guesses, donors, mine)
-
-    @staticmethod
-    def _pays(
-        choice: Choice, loads: Sequence[DonorLoad], costs: CostView, covered: int, total: int
-    ) -> bool:
-        """Whether loading and repairing should be faster than computing everything."""
-        reused = np.concatenate([np.arange(load.start, load.end) for load in loads])
-        # Which ones are repaired hardly matters to the time: as many, evenly spread.
-        count = round(choice.fraction * len(reused))
-        some = reused[np.linspace(0, len(reused) - 1, count).astype(np.int64)]
-        left = positions_to_compute(reused, some, covered=covered, total=total)
-        load_ms = sum(costs.load_ms(load.tier, load.stored_bytes) for load in loads)
-        return load_ms + compute_ms(left, costs) < costs.prefill_ms(covered, total)
 
     def _load(self, loads: Sequence[DonorLoad], buffer: KvBuffer) -> tuple[DonorLoad, ...]:
         """Those of ``loads`` that are in their slots now, keys moved. The others' slots hold zeros:

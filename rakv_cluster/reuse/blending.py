@@ -14,8 +14,9 @@ import numpy as np
 
 from rakv_cluster.chunking.keys import content_key
 from rakv_cluster.chunking.openings import Openings
+from rakv_cluster.reuse.calibration import Choice
 from rakv_cluster.reuse.costs import CostView
-from rakv_cluster.reuse.selection import Floats, Positions, Reused
+from rakv_cluster.reuse.selection import Floats, Positions, Reused, unknown
 from rakv_cluster.store.base import Found
 from rakv_cluster.types import ChunkedPrompt, Tier
 
@@ -121,7 +122,8 @@ def reused_positions(loads: Sequence[DonorLoad], sensitivity: Sequence[Floats]) 
         where,
         np.concatenate(offsets),
         np.concatenate(list(sensitivity)),
-        np.full(len(where), np.nan, dtype=np.float32),
+        deviation=unknown(len(where)),
+        attention=unknown(len(where)),
     )
 
 
@@ -144,3 +146,39 @@ def compute_ms(positions: Positions, costs: CostView) -> float:
         rate = costs.prefill_rate_ms(len(rows), int(rows[-1]))
         total += max(len(rows) * rate, costs.decode_ms(1))
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a blend of ``loads`` (at least one) should take, in milliseconds."""
+
+    loads: tuple[DonorLoad, ...]
+    costs: CostView
+    covered: int
+    total: int
+
+    @property
+    def exact_ms(self) -> float:
+        """Computing everything instead."""
+        return self.costs.prefill_ms(self.covered, self.total)
+
+    @property
+    def probe_ms(self) -> float:
+        """Computing what is not reused, once."""
+        return compute_ms(self._left(0.0), self.costs)
+
+    def repair_ms(self, fraction: float) -> float:
+        """Loading, then computing what is not reused and ``fraction`` of what is."""
+        load_ms = sum(self.costs.load_ms(load.tier, load.stored_bytes) for load in self.loads)
+        return load_ms + compute_ms(self._left(fraction), self.costs)
+
+    def choice_ms(self, choice: Choice) -> float:
+        """All of it."""
+        return self.repair_ms(choice.fraction) + (self.probe_ms if choice.probed else 0.0)
+
+    def _left(self, fraction: float) -> Positions:
+        reused = np.concatenate([np.arange(load.start, load.end) for load in self.loads])
+        # Which ones are repaired hardly matters to the time: as many, evenly spread.
+        count = round(fraction * len(reused))
+        some = reused[np.linspace(0, len(reused) - 1, count).astype(np.int64)]
+        return positions_to_compute(reused, some, covered=self.covered, total=self.total)

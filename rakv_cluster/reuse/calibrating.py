@@ -12,9 +12,10 @@ from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.calibration import CurvePoint
 from rakv_cluster.reuse.fidelity import FidelityCase, FidelityPrompt, Ids, Measured
+from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
 from rakv_cluster.reuse.selection import Selector, sensitive_else_first
 
-FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.45, 0.55, 0.75)
+FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.55)
 _RESAMPLES = 2000
 _BOUNDS = (2.5, 97.5)
 
@@ -60,6 +61,14 @@ def shuffled_prompt(
     return FidelityPrompt(front, tuple(documents), question, orders[0], orders[1], answer)
 
 
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Of the plain selector, and of the probe's (empty if it does not run)."""
+
+    plain: tuple[CurvePoint, ...]
+    probed: tuple[CurvePoint, ...]
+
+
 def measure_curves(
     runner: Runner,
     rotation: KeyRotation,
@@ -67,15 +76,18 @@ def measure_curves(
     ends: frozenset[int],
     *,
     selector: Selector = sensitive_else_first,
+    probe: ProbeSettings = NOT_PROBED,
     fractions: Sequence[float] = FRACTIONS,
-) -> Iterator[tuple[CurvePoint, ...]]:
-    """One case per prompt, every fraction on it; after each, the curve of all so far."""
-    measured: dict[float, list[Measured]] = {fraction: [] for fraction in fractions}
+) -> Iterator[Curves]:
+    """One case per prompt, every fraction on it; after each, the curves of all so far."""
+    plain: dict[float, list[Measured]] = {fraction: [] for fraction in fractions}
+    probed: dict[float, list[Measured]] = {f: [] for f in fractions if probe.layers}
     for prompt in prompts:
-        case = FidelityCase(runner, rotation, prompt, ends)
-        for fraction in fractions:
-            measured[fraction].append(case.measure(selector, fraction))
-        yield curve(measured)
+        case = FidelityCase(runner, rotation, prompt, ends, probe)
+        for selects, measured in ((selector, plain), (probe.selector, probed)):
+            for fraction, cases in measured.items():
+                cases.append(case.measure(selects, fraction))
+        yield Curves(curve(plain), curve(probed))
 
 
 def curve(measured: Mapping[float, Sequence[Measured]]) -> tuple[CurvePoint, ...]:

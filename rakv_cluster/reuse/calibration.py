@@ -17,7 +17,7 @@ from rakv_cluster.errors import ConfigError
 MOST_REPAIRED = 0.6
 """Repairing more than this saves too little: such a request is computed exactly."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +46,52 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A fraction to repair and the mean divergence expected of it; or why there is none."""
+    """A fraction to repair and the mean divergence expected of it; or why there is none.
+
+    ``probed``: the question probe chooses what is repaired.
+    """
 
     fraction: float
     expected_kl: float
     refusal: str = ""
+    probed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A model's curve, by ascending fraction; empty: never calibrated."""
+    """A model's curves by ascending fraction, where the question probe chooses (``probed``) and
+    where it does not; empty: never calibrated."""
 
     model_id: str = ""
     prompts: int = 0
     texts: str = ""
     points: tuple[CurvePoint, ...] = ()
+    probed: tuple[CurvePoint, ...] = ()
 
-    def choose(self, max_kl: float) -> Choice:
+    def choose(self, max_kl: float, *, probed: bool = False) -> Choice:
         """The smallest measured fraction that meets ``max_kl`` and is worth blending for."""
-        if not self.points:
-            return _refused("this model is not calibrated: run `rakv calibrate`")
-        for point in self.points:
+        points = self._curve(probed=probed)
+        if not points:
+            return refused("this model is not calibrated: run `rakv calibrate`")
+        for point in points:
             if point.fraction < MOST_REPAIRED and point.kl_p95_upper <= max_kl:
-                return Choice(point.fraction, point.kl)
+                return Choice(point.fraction, point.kl, probed=probed)
         best = min(
-            (p.kl_p95_upper for p in self.points if p.fraction < MOST_REPAIRED),
+            (p.kl_p95_upper for p in points if p.fraction < MOST_REPAIRED),
             default=float("inf"),
         )
-        return _refused(
+        return refused(
             f"max_kl {max_kl:g} is not met below {MOST_REPAIRED:.0%} recompute by this model's "
             f"calibration (best: {best:.3g})"
         )
 
-    def expected_kl(self, fraction: float) -> float:
+    def expected_kl(self, fraction: float, *, probed: bool = False) -> float:
         """Mean divergence at ``fraction``, linear between measured ones; -1 if not calibrated."""
-        if not self.points:
+        points = self._curve(probed=probed)
+        if not points:
             return -1.0
-        below = [p for p in self.points if p.fraction <= fraction]
-        above = [p for p in self.points if p.fraction >= fraction]
+        below = [p for p in points if p.fraction <= fraction]
+        above = [p for p in points if p.fraction >= fraction]
         if not below or not above:
             return (above[0] if above else below[-1]).kl
         left, right = below[-1], above[0]
@@ -91,6 +99,9 @@ class Calibration:
             return left.kl
         share = (fraction - left.fraction) / (right.fraction - left.fraction)
         return left.kl + share * (right.kl - left.kl)
+
+    def _curve(self, *, probed: bool) -> tuple[CurvePoint, ...]:
+        return self.probed if probed else self.points
 
 
 def calibration_path(cache: Path, digest: bytes) -> Path:
@@ -115,14 +126,18 @@ def load_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text())
         if data.pop("format") != _FORMAT:
             raise ValueError("unknown format")
-        points: Sequence[dict[str, float]] = data.pop("points")
-        curve = sorted((CurvePoint(**point) for point in points), key=lambda p: p.fraction)
-        return Calibration(**data, points=tuple(curve))
+        curves = {name: _points(data.pop(name)) for name in ("points", "probed")}
+        return Calibration(**data, **curves)
     except FileNotFoundError:
         return Calibration()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no calibration: {error}") from error
 
 
-def _refused(reason: str) -> Choice:
+def _points(rows: Sequence[dict[str, float]]) -> tuple[CurvePoint, ...]:
+    return tuple(sorted((CurvePoint(**row) for row in rows), key=lambda point: point.fraction))
+
+
+def refused(reason: str) -> Choice:
+    """No fraction, for that reason."""
     return Choice(1.0, 0.0, reason)

@@ -17,8 +17,10 @@ from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import bits, kv_dtype
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.step import Runner, Span, Step
+from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.blending import positions_to_compute
-from rakv_cluster.reuse.selection import Floats, Positions, Reused, Selector
+from rakv_cluster.reuse.probing import NOT_PROBED, Probe, ProbeSettings
+from rakv_cluster.reuse.selection import Floats, Positions, Reused, Selector, unknown
 from rakv_cluster.reuse.sensitivity import sensitivity
 
 REFERENCE_TOKENS = 32
@@ -75,7 +77,13 @@ class Measured:
 
 
 class FidelityCase:
-    """See the module. ``ends`` are token ids after which no reference tokens follow."""
+    """See the module. ``ends`` are token ids after which no reference tokens follow; with
+    ``probe`` selectors may know the question's attention.
+
+    ``reordered_answer_logp`` is the answer's log-probability per token by full recompute with the
+    documents in the donors' order (0 without an answer): what a request that is served in an
+    order that is cached loses or wins.
+    """
 
     def __init__(
         self,
@@ -83,20 +91,24 @@ class FidelityCase:
         rotation: KeyRotation,
         prompt: FidelityPrompt,
         ends: frozenset[int] = frozenset(),
+        probe: ProbeSettings = NOT_PROBED,
     ) -> None:
         self._runner = runner
         self._prompt = prompt
         self._ids = prompt.ids
-        room = len(self._ids) + max(REFERENCE_TOKENS, len(prompt.answer))
-        exact = _buffer(runner, room)
+        self._room = len(self._ids) + max(REFERENCE_TOKENS, len(prompt.answer))
+        exact = _buffer(runner, self._room)
         rows = [len(self._ids) - 1]
         first = _compute(runner, exact, self._ids, np.arange(len(self._ids)), rows)
         self.reference, self._logits = self._continue(exact, first, ends)
         self._answer_logp = self._score(exact, self._logits[:1])
-        donors = _donated(runner, prompt, prompt.donor_order)
-        others = _donated(runner, prompt, prompt.other_order)
+        donor_buffer = self._in_order(prompt.donor_order)
+        self.reordered_answer_logp = self._reordered_score(donor_buffer)
+        donors = _donated(donor_buffer, prompt, prompt.donor_order)
+        others = _donated(self._in_order(prompt.other_order), prompt, prompt.other_order)
         self._moved = _moved(exact, donors, prompt, rotation)
-        self.reused = _reused(prompt, exact, donors, others, self._moved)
+        reused = _reused(prompt, exact, donors, others, self._moved)
+        self.reused = self._probed(reused, probe) if probe.layers else reused
 
     @property
     def prompt_tokens(self) -> int:
@@ -116,6 +128,30 @@ class FidelityCase:
         rows = list(range(len(left) - len(self.reference), len(left)))
         logits = _compute(self._runner, buffer, known, left, rows)
         return self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
+
+    def _in_order(self, order: Sequence[int]) -> KvBuffer:
+        """KV of the front and the documents in that order, as long as the prompt's."""
+        ids = (*self._prompt.front, *_joined([self._prompt.documents[i] for i in order]))
+        buffer = _buffer(self._runner, self._room)
+        _compute(self._runner, buffer, ids, np.arange(len(ids)), [])
+        return buffer
+
+    def _reordered_score(self, buffer: KvBuffer) -> float:
+        """The answer's where the documents keep the donors' order. Computes the question."""
+        if not self._prompt.answer:
+            return 0.0
+        start = self._prompt.places[-1][1]
+        tail = np.arange(start, len(self._ids))
+        first = _compute(self._runner, buffer, self._ids, tail, [len(tail) - 1])
+        return self._score(buffer, first)
+
+    def _probed(self, reused: Reused, settings: ProbeSettings) -> Reused:
+        """With the question's attention over the unrepaired rest."""
+        covered, total = len(self._prompt.front), len(self._ids)
+        probe = Probe.of(settings, reused, 0, covered=covered, total=total)
+        buffer = KvBuffer(self._moved.data.clone())
+        _compute(self._runner, buffer, self._ids, probe.first_pass(), [], watch=probe.watch)
+        return probe.attended()
 
     def _compared(self, repaired: int, logits: torch.Tensor, answer_logp: float) -> Measured:
         exact, blended = self._logits.log_softmax(-1), logits.log_softmax(-1)
@@ -176,7 +212,13 @@ def _buffer(runner: Runner, tokens: int) -> KvBuffer:
 
 
 def _compute(
-    runner: Runner, buffer: KvBuffer, ids: Sequence[int], positions: Positions, rows: Sequence[int]
+    runner: Runner,
+    buffer: KvBuffer,
+    ids: Sequence[int],
+    positions: Positions,
+    rows: Sequence[int],
+    *,
+    watch: AttentionWatch = UNWATCHED,
 ) -> torch.Tensor:
     """Run ``ids`` at ascending ``positions`` in pieces; logits of the given ``rows`` on the CPU."""
     known = torch.tensor(ids)
@@ -186,21 +228,17 @@ def _compute(
         wanted = torch.tensor(
             [row - start for row in rows if start <= row < start + len(piece)], dtype=torch.int64
         )
-        span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]))
+        span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]), watch)
         parts.append(runner.forward(Step(known[piece], piece, (span,), wanted)).cpu().clone())
     return torch.cat(parts)
 
 
 def _donated(
-    runner: Runner, prompt: FidelityPrompt, order: Sequence[int]
+    buffer: KvBuffer, prompt: FidelityPrompt, order: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Where each document stood in that order, and its KV as computed there."""
-    documents = [prompt.documents[index] for index in order]
-    ids = (*prompt.front, *_joined(documents))
-    buffer = _buffer(runner, len(ids))
-    _compute(runner, buffer, ids, np.arange(len(ids)), [])
-    places = _places(len(prompt.front), [len(document) for document in documents])
-    by_document = dict(zip(order, places, strict=True))
+    """Where each document stands in ``buffer``, which has them in that order, and its KV."""
+    lengths = [len(prompt.documents[index]) for index in order]
+    by_document = dict(zip(order, _places(len(prompt.front), lengths), strict=True))
     return [
         (start, buffer.slots(start, stop).clone())
         for _, (start, stop) in sorted(by_document.items())
@@ -247,6 +285,7 @@ def _reused(
         np.concatenate([np.arange(stop - start) for start, stop in prompt.places]),
         np.concatenate(figures),
         np.concatenate(deviations),
+        unknown(sum(map(len, figures))),
     )
 
 

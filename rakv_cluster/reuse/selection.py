@@ -22,6 +22,11 @@ def no_positions() -> Positions:
     return np.empty(0, dtype=np.int64)
 
 
+def unknown(count: int) -> Floats:
+    """So many figures that nobody knows."""
+    return np.full(count, np.nan, dtype=np.float32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reused:
     """Positions whose KV is to be reused, ascending, with what is known of each; arrays ``[n]``.
@@ -29,18 +34,24 @@ class Reused:
     ``offsets`` count tokens from the start of the position's run: KV that was computed in one piece
     and moved by one distance. ``sensitivity`` says how much the token's values change with what
     stands in front (see :mod:`rakv_cluster.reuse.sensitivity`), ``deviation`` how much its values
-    in the second layer differ from recomputed ones (CacheBlend's measure); NaN where not known.
+    in the second layer differ from recomputed ones (CacheBlend's measure), ``attention`` how much
+    the text behind the reused positions attends to it; NaN where not known.
     """
 
     positions: Positions
     offsets: Positions
     sensitivity: Floats
     deviation: Floats
+    attention: Floats
 
     def part(self, mask: npt.NDArray[np.bool_]) -> Reused:
         """Those positions that ``mask`` ``[n]`` is true for."""
         return Reused(
-            self.positions[mask], self.offsets[mask], self.sensitivity[mask], self.deviation[mask]
+            self.positions[mask],
+            self.offsets[mask],
+            self.sensitivity[mask],
+            self.deviation[mask],
+            self.attention[mask],
         )
 
 
@@ -73,6 +84,13 @@ def most_deviating(reused: Reused, count: int) -> Positions:
     return _lowest(reused, -reused.deviation, count)
 
 
+def most_attended(reused: Reused, count: int) -> Positions:
+    """By attention times the root of sensitivity, which counts as average where it is not known
+    (it is relative to its mean)."""
+    sensitivity = np.nan_to_num(reused.sensitivity, nan=1.0)
+    return _lowest(reused, -reused.attention * np.sqrt(sensitivity), count)
+
+
 def at_random(seed: int) -> Selector:
     """Any positions: the control for all the others."""
 
@@ -98,6 +116,7 @@ SELECTORS: Mapping[str, Selector] = {
     "first": first_of_runs,
     "deviation": most_deviating,
     "sensitivity": most_sensitive,
+    "attention": most_attended,
     "all": everything,
 }
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from rakv_cluster.clock import Clock
-from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.errors import (
     DeadlineExceeded,
     ReplicaLost,
@@ -77,7 +77,9 @@ class Failover:
     """A backend whose requests outlive a replica.
 
     When a replica dies, the tokens already sent become a forced prefix of the same request (same
-    seed) on another one, so that the text goes on where it stopped and no token comes twice.
+    seed) on another one, so that the text goes on where it stopped and no token comes twice. What
+    a blended request had got by then stays approximate, and the answer says so even if the other
+    replica computes exactly.
     """
 
     def __init__(
@@ -101,23 +103,39 @@ class Failover:
         """As the backend does, but raises :class:`RequestRefused` instead of ``ReplicaLost``."""
         self._poison.check(request)
         deadline_s = self._clock.monotonic_s() + request.timeout_s
-        sent = list(request.forced_ids)
+        sent, blended = list(request.forced_ids), False
         for attempt in range(self._attempts):
             remaining_s = deadline_s - self._clock.monotonic_s()
             if remaining_s <= 0:
                 raise DeadlineExceeded("the request's time ran out while its replica was replaced")
             if attempt and len(sent) >= request.max_tokens:
-                yield EngineEvent(request.request_id, (), finish=FinishReason.LENGTH)
+                stats = RequestStats(
+                    prompt_tokens=len(request.prompt.token_ids),
+                    computed_tokens=len(request.prompt.token_ids),
+                    output_tokens=len(sent),
+                    resumed_blend=blended,
+                )
+                yield EngineEvent(request.request_id, (), finish=FinishReason.LENGTH, stats=stats)
                 return
             part = replace(request, forced_ids=tuple(sent), timeout_s=remaining_s)
+            here = False
             try:
                 async with aclosing(self._backend.generate(part)) as events:
                     async for event in events:
                         sent += event.token_ids
-                        yield event
+                        here |= event.stats is not None and event.stats.approximate
+                        yield _labelled(event) if blended else event
                         if event.finish is not None:
                             return
             except ReplicaLost:
                 self._metrics.retries.inc()
+            blended |= here
         self._poison.add(request)
         self._poison.check(request)
+
+
+def _labelled(event: EngineEvent) -> EngineEvent:
+    """The event of a stream that began blended, elsewhere."""
+    if event.stats is None:
+        return event
+    return replace(event, stats=replace(event.stats, resumed_blend=True))

@@ -22,8 +22,9 @@ from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
-from rakv_cluster.reuse.calibration import calibration_path, load_calibration
+from rakv_cluster.reuse.calibration import Calibration, calibration_path, load_calibration
 from rakv_cluster.reuse.flights import FlightLimits
+from rakv_cluster.reuse.probing import probe_settings
 from rakv_cluster.routing.autoscaling import ReplicaLoad
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
@@ -225,11 +226,13 @@ def _blending(model: LoadedModel, settings: Settings) -> BlendSupport:
             f"this model cannot blend: {model.rotation.refusal}", field="default_reuse"
         )
     path = calibration_path(settings.cache_path, model.card.digest)
+    calibration = Calibration()
     try:
-        return BlendSupport(model.rotation, load_calibration(path))
+        calibration = load_calibration(path)
     except ConfigError as error:
         log.warning("going on without a calibration: %s", error)
-        return BlendSupport(model.rotation)
+    probe = probe_settings(model.card.layout.layers)
+    return BlendSupport(model.rotation, calibration, probe=probe)
 
 
 def _identity(model: LoadedModel) -> CostIdentity:

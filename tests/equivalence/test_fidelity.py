@@ -11,6 +11,7 @@ from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.reuse.calibrating import measure_curves, shuffled_prompt
 from rakv_cluster.reuse.fidelity import REFERENCE_TOKENS, FidelityCase, FidelityPrompt
+from rakv_cluster.reuse.probing import ProbeSettings
 from rakv_cluster.reuse.selection import everything, nothing
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
@@ -50,11 +51,29 @@ def test_a_curve_ends_in_nothing_lost(model: PreTrainedModel) -> None:
     runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
     rotation = key_rotation(model, runner)
 
-    *_, points = measure_curves(
-        runner, rotation, [prompt(seed) for seed in range(4)], frozenset(), fractions=(0.0, 1.0)
+    *_, curves = measure_curves(
+        runner,
+        rotation,
+        [prompt(seed) for seed in range(4)],
+        frozenset(),
+        probe=ProbeSettings((0, 1)),
+        fractions=(0.0, 0.3, 1.0),
     )
 
-    assert [point.fraction for point in points] == [0.0, 1.0]
-    assert points[0].kl_low <= points[0].kl <= points[0].kl_high <= points[0].kl_p95_upper
-    assert points[0].kl > 100 * max(points[1].kl, 1e-9)
-    assert points[1].top1 == points[1].agreement == 1.0
+    for points in (curves.plain, curves.probed):
+        assert [point.fraction for point in points] == [0.0, 0.3, 1.0]
+        assert points[0].kl_low <= points[0].kl <= points[0].kl_high <= points[0].kl_p95_upper
+        assert points[0].kl > 100 * max(points[2].kl, 1e-9)
+        assert points[2].top1 == points[2].agreement == 1.0
+    assert curves.plain[0] == curves.probed[0]
+    assert curves.plain[1] != curves.probed[1]
+
+
+def test_without_a_probe_there_is_no_curve_of_it(model: PreTrainedModel) -> None:
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+
+    (curves,) = measure_curves(
+        runner, key_rotation(model, runner), [prompt(1)], frozenset(), fractions=(0.5,)
+    )
+
+    assert curves.probed == ()

@@ -26,6 +26,7 @@ from rakv_cluster.reuse.blending import (
 )
 from rakv_cluster.reuse.calibration import (
     Calibration,
+    Choice,
     CurvePoint,
     calibration_path,
     load_calibration,
@@ -36,6 +37,7 @@ from rakv_cluster.reuse.selection import (
     Reused,
     at_random,
     first_of_runs,
+    most_attended,
     most_deviating,
     most_sensitive,
     sensitive_else_first,
@@ -149,13 +151,12 @@ def reused_sets(draw: st.DrawFn) -> Reused:
     scores = st.one_of(st.just(float("nan")), st.floats(0, 10, width=32))
     figures = [
         np.array(draw(st.lists(scores, min_size=len(positions), max_size=len(positions))))
-        for _ in range(2)
+        for _ in range(3)
     ]
     return Reused(
         np.array(positions, dtype=np.int64),
         np.array(offsets, dtype=np.int64),
-        figures[0].astype(np.float32),
-        figures[1].astype(np.float32),
+        *(each.astype(np.float32) for each in figures),
     )
 
 
@@ -165,6 +166,7 @@ SPENDING = {
     "deviation": most_deviating,
     "random": at_random(3),
     "default": sensitive_else_first,
+    "attention": most_attended,
 }
 
 
@@ -218,6 +220,7 @@ def point(fraction: float, kl: float, upper: float) -> CurvePoint:
 CURVE = Calibration(
     "m", 8, "texts", (point(0.0, 0.4, 0.9), point(0.15, 0.2, 0.5), point(0.5, 0.02, 0.08),
                       point(0.7, 0.01, 0.02)),
+    (point(0.0, 0.4, 0.9), point(0.15, 0.1, 0.09)),
 )  # fmt: skip
 
 
@@ -225,6 +228,12 @@ def test_the_smallest_fraction_that_meets_the_budget() -> None:
     assert CURVE.choose(0.5).fraction == 0.15
     assert CURVE.choose(0.1).fraction == 0.5
     assert CURVE.choose(0.1).expected_kl == 0.02
+
+
+def test_each_way_to_select_has_its_own_curve() -> None:
+    assert CURVE.choose(0.1, probed=True) == Choice(0.15, 0.1, probed=True)
+    assert CURVE.expected_kl(0.075, probed=True) == pytest.approx(0.25)
+    assert "best: 0.09" in CURVE.choose(0.05, probed=True).refusal
 
 
 def test_a_budget_that_needs_too_much_repair_is_refused_with_the_reason() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rakv_cluster.chunking.keys import tail_key
-from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, ReplicaLost, RequestRefused
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.serving.backend import Failover
@@ -32,12 +32,14 @@ def request_of(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = len(TEXT))
 class DyingReplicas:
     """Replicas that say ``TEXT`` in steps and die after as many tokens as the plan's next entry.
 
-    Past the plan's end they live. Every request they got is kept.
+    Past the plan's end they live. Every request they got is kept. The first of them blends
+    ``first_blends`` tokens.
     """
 
     deaths: list[int]
     clock: ManualClock = field(default_factory=ManualClock)
     step_tokens: int = 1
+    first_blends: int = 0
     delay_s: float = 0.0
     seen: list[EngineRequest] = field(default_factory=list)
     closed: int = 0
@@ -63,7 +65,10 @@ class DyingReplicas:
                 said += len(step)
                 spoken += len(step)
                 end = FinishReason.LENGTH if said == len(text) and spoken < alive_for else None
-                yield EngineEvent(request.request_id, step, finish=end)
+                first = spoken == len(step)
+                here = self.first_blends if len(self.seen) == 1 else 0
+                stats = RequestStats(blended_tokens=here) if first or end else None
+                yield EngineEvent(request.request_id, step, finish=end, stats=stats)
             raise ReplicaLost("gone before it could say that it had finished")
         finally:
             self.closed += 1
@@ -105,6 +110,19 @@ async def test_an_answer_that_was_complete_but_for_its_end_is_not_run_again() ->
 
     assert events[-1].finish is FinishReason.LENGTH
     assert len(replicas.seen) == 1
+
+
+@pytest.mark.parametrize("blended", [0, 7])
+@pytest.mark.parametrize("death", [0, 3, len(TEXT)])
+async def test_what_a_lost_replica_blended_stays_labelled(blended: int, death: int) -> None:
+    replicas = DyingReplicas([death], first_blends=blended)
+
+    events = [event async for event in failover_over(replicas).generate(request_of())]
+
+    stats = events[-1].stats
+    assert stats is not None
+    assert stats.blended_tokens == 0
+    assert stats.approximate == (blended > 0 and death > 0)
 
 
 async def test_a_request_that_ended_two_replicas_is_refused_for_a_while() -> None:

@@ -1,0 +1,135 @@
+"""Fidelity of several selectors on identical donors, for benchmarks/fidelity.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.fidelity_data import prompts, sources
+from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.reuse.calibrating import Interval, bootstrap, mean_of
+from rakv_cluster.reuse.fidelity import FidelityCase, Measured
+from rakv_cluster.reuse.probing import probe_settings
+from rakv_cluster.reuse.selection import (
+    Selector,
+    at_random,
+    everything,
+    first_of_runs,
+    most_attended,
+    most_deviating,
+    nothing,
+    sensitive_else_first,
+)
+
+FRACTIONS = (0.05, 0.15, 0.3)
+MAIN_FRACTION = 0.15
+PLAIN, PROBED = "sensitivity", "question probe"
+"""The two selectors of the service."""
+
+KNOWN = ("first tokens", "layer-1 deviation")
+"""Selectors of others: EPIC's and CacheBlend's."""
+
+SELECTORS: Mapping[str, Selector] = {
+    "random": at_random(7),
+    "first tokens": first_of_runs,
+    "layer-1 deviation": most_deviating,
+    PLAIN: sensitive_else_first,
+    PROBED: most_attended,
+}
+CHARACTERS_PER_TOKEN = 4
+
+Arm = tuple[str, float]
+"""A selector's name and the fraction that it repairs."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What was measured, case by case: lists of all arms are parallel. ``reordered_lost`` has the
+    cases that have an answer."""
+
+    sources: list[str] = field(default_factory=list)
+    arms: dict[Arm, list[Measured]] = field(default_factory=dict)
+    reordered_lost: list[float] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        """Number of prompts."""
+        return len(self.sources)
+
+    def mean(self, arm: Arm, figure: Callable[[Measured], float]) -> Interval:
+        """Over all cases."""
+        return mean_of([figure(case) for case in self.arms[arm]])
+
+    def curve(self, name: str) -> dict[float, list[Measured]]:
+        """One selector's cases by fraction; nothing repaired is everyone's start."""
+        found = {fraction: cases for (each, fraction), cases in self.arms.items() if each == name}
+        return {0.0: self.arms["none", 0.0], **found}
+
+    def kl_at(self, name: str, fraction: float) -> np.ndarray:
+        """Each case's KL at ``fraction``, linear between measured ones: ``[cases]``."""
+        curve = self.curve(name)
+        fractions = sorted(curve)
+        kl = np.array([[case.kl for case in curve[each]] for each in fractions])
+        return np.array([np.interp(fraction, fractions, column) for column in kl.T])
+
+
+def measure(
+    model: LoadedModel,
+    *,
+    data: Path | None,
+    cases: int,
+    documents: int,
+    tokens: int,
+    fractions: Sequence[float],
+    seed: int,
+    budget_s: float,
+) -> Figures:
+    """Cases of all sources in turn, until there are enough or the time is up."""
+    until_s = time.monotonic() + budget_s
+    figures = Figures()
+    asked = {
+        source: prompts(found, cases, model.tokenizer, seed)
+        for source, found in sources(documents, tokens * CHARACTERS_PER_TOKEN, data).items()
+    }
+    probe = probe_settings(model.card.layout.layers)
+    for index in range(cases):
+        for source, given in asked.items():
+            if index >= len(given) or (time.monotonic() > until_s and figures.cases):
+                continue
+            case = FidelityCase(
+                model.runner, model.rotation, given[index], model.card.eos_token_ids, probe
+            )
+            for arm, measured in _measured(case, fractions).items():
+                figures.arms.setdefault(arm, []).append(measured)
+            figures.sources.append(source)
+            exact = figures.arms["none", 0.0][-1].exact_answer_logp
+            if exact:
+                figures.reordered_lost.append(exact - case.reordered_answer_logp)
+            print(f"{source}: case {index + 1}, {case.prompt_tokens} tokens", flush=True)
+    return figures
+
+
+def _measured(case: FidelityCase, fractions: Sequence[float]) -> dict[Arm, Measured]:
+    found = {("none", 0.0): case.measure(nothing, 0.0)}
+    for fraction in fractions:
+        for name, selector in SELECTORS.items():
+            if name != "random" or fraction == MAIN_FRACTION:
+                found[name, fraction] = case.measure(selector, fraction)
+    found["all", 1.0] = case.measure(everything, 1.0)
+    return found
+
+
+def ratio(ours: np.ndarray, theirs: np.ndarray) -> Interval:
+    """How many times the KL of ``ours`` theirs is, over paired cases."""
+    pairs = np.stack([theirs, ours], axis=-1)
+
+    def of(drawn: np.ndarray) -> np.ndarray:
+        sums = pairs[np.asarray(drawn, dtype=np.int64)].sum(-2)
+        quotient: np.ndarray = sums[..., 0] / sums[..., 1]
+        return quotient
+
+    return bootstrap(list(range(len(pairs))), of)

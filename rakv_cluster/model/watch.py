@@ -1,0 +1,67 @@
+"""What rows of a step attend to, for whoever wants to know: a blended prompt's question, say.
+
+Attention kernels do not give their weights away; a watch computes them once more for few rows of
+few layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class AttentionWatch:
+    """Sums what rows at positions from ``first_position`` on attend to in ``layers``.
+
+    The weight of a slot is the largest over heads, summed over rows and layers.
+    """
+
+    def __init__(self, layers: Iterable[int], first_position: int = 0) -> None:
+        self.layers = frozenset(layers)
+        self.first_position = first_position
+        self._sums = torch.zeros(0)
+
+    def observe(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> None:
+        """Add the attention of ``queries`` ``[heads, rows, head_dim]`` (rotated) at ``positions``
+        ``[rows]`` (ascending) to the slots of ``keys`` ``[kv_heads, slots, head_dim]`` up to each
+        one's own; in a sliding-window layer to the last ``window`` of them."""
+        wanted = positions >= self.first_position
+        rows, queries = positions[wanted], queries[:, wanted].float()
+        if not len(rows):
+            return
+        stop = int(rows[-1]) + 1
+        slots = torch.arange(stop, device=rows.device)
+        hidden = slots > rows[:, None]
+        if window is not None:
+            hidden |= slots <= rows[:, None] - window
+        heads, count, size = queries.shape
+        folded = queries.reshape(keys.shape[0], -1, size)
+        scores = folded @ keys[:, :stop].float().transpose(1, 2)
+        scores = scores.view(heads, count, stop) * (size**-0.5 if scaling is None else scaling)
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).amax(0).sum(0)
+        self._reserve(stop, weights.device)
+        self._sums[:stop] += weights
+
+    def figures(self, slots: int) -> torch.Tensor:
+        """What was seen of slots ``[0, slots)``: float32 on the CPU, 0 where nothing was."""
+        self._reserve(slots, self._sums.device)
+        return self._sums[:slots].cpu()
+
+    def _reserve(self, slots: int, device: torch.device) -> None:
+        if len(self._sums) < slots:
+            longer = torch.zeros(slots, device=device)
+            longer[: len(self._sums)] = self._sums
+            self._sums = longer
+
+
+UNWATCHED = AttentionWatch(())
+"""Sees nothing."""

@@ -1,0 +1,78 @@
+"""What benchmarks/fidelity.py derives from its figures: times in tokens, equal time, the front."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.fidelity_cases import Figures, ratio
+from benchmarks.fidelity_report import Point, front
+from benchmarks.fidelity_ttft import Times
+from rakv_cluster.reuse.calibrating import Interval
+from rakv_cluster.reuse.fidelity import Measured
+
+TIMES = Times(
+    {
+        "no cache": 30.0, "prefix only": 29.0, "blend 0%": 1.0, "blend 5%": 2.0, "blend 15%": 4.0,
+        "blend 30%": 7.0, "blend 15%, probe": 4.5, "no cache, one new in front": 20.0,
+        "blend 5%, one new in front": 5.0,
+    },
+    layers=10,
+)  # fmt: skip
+
+
+def measured(kl: float) -> Measured:
+    return Measured(repaired=1, kl=kl, first_kl=kl, top1=1.0, agreement=1.0)
+
+
+def test_each_arm_is_compared_with_no_cache_for_its_prompt() -> None:
+    assert TIMES.speedups["blend 15%"] == 7.5
+    assert TIMES.speedups["blend 5%, one new in front"] == 4.0
+
+
+def test_extra_work_is_worth_so_many_repaired_tokens() -> None:
+    """20 s would repair everything; a layer of what is not repaired takes 0.85 * 3 s."""
+    assert TIMES.probe == pytest.approx(0.5 / 20)
+    assert TIMES.check == pytest.approx(0.85 * 3 / 20)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "extra", "seconds"), [(0.15, 0.0, 4.0), (0.1, 0.0, 3.0), (0.25, 0.1, 8.0)]
+)
+def test_time_between_and_beyond_measured_fractions(
+    fraction: float, extra: float, seconds: float
+) -> None:
+    assert TIMES.speedup(fraction, extra=extra) == pytest.approx(30.0 / seconds)
+
+
+def test_divergence_between_measured_fractions_is_each_cases_own() -> None:
+    figures = Figures(
+        ["a", "b"],
+        {
+            ("none", 0.0): [measured(1.0), measured(2.0)],
+            ("x", 0.1): [measured(0.5), measured(2.0)],
+        },
+    )
+
+    assert figures.kl_at("x", 0.05).tolist() == [0.75, 2.0]
+    assert figures.kl_at("x", 0.0).tolist() == [1.0, 2.0]
+
+
+def test_a_ratio_is_of_sums_over_the_same_cases() -> None:
+    ours, theirs = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0])
+
+    found = ratio(ours, theirs)
+
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_front_has_what_nothing_beats_in_both() -> None:
+    def point(name: str, speedup: float, kl: float) -> Point:
+        return Point(name, speedup, Interval(kl, kl, kl))
+
+    found = [
+        point("exact", 1.0, 0.0), point("fast", 9.0, 0.5), point("worse", 8.0, 0.6),
+        point("slower", 4.0, 0.2), point("as fast, worse", 9.0, 0.7),
+    ]  # fmt: skip
+
+    assert [each.name for each in front(found)] == ["fast", "slower", "exact"]
