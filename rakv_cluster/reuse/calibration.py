@@ -126,8 +126,8 @@ def load_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text())
         if data.pop("format") != _FORMAT:
             raise ValueError("unknown format")
-        curves = {name: _points(data.pop(name)) for name in ("points", "probed")}
-        return Calibration(**data, **curves)
+        plain, probed = _points(data.pop("points")), _points(data.pop("probed"))
+        return Calibration(**data, points=plain, probed=probed)
     except FileNotFoundError:
         return Calibration()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
