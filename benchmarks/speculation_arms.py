@@ -1,4 +1,8 @@
-"""What benchmarks of speculation measure with: one model, one engine per policy, timed answers."""
+"""What benchmarks of speculation measure with: one model, one engine per policy, timed answers.
+
+All of them run in the calling thread, as a replica's one engine does in its own: a thread for each
+would have an OpenMP team each, which slows every step (:mod:`rakv_cluster.model.threads`).
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,22 @@ from benchmarks.speculation_tasks import Task
 from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.clock import Clock, SystemClock
-from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.core import EngineCore
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.reuse.workers import ThreadWorkers
 from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import CostIdentity, CostTable, machine_name
+from rakv_cluster.speculation.cost_files import CostIdentity, machine_name
+from rakv_cluster.speculation.cost_model import CostTable
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.self_benchmark import seeded_costs
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.types import ReuseMode, SamplingParams
+
+_SAVER_QUEUE = 4096
+_IDLE_S = 0.01
 
 
 class CpuClock:
@@ -74,12 +83,54 @@ class Run:
         )
 
 
-@dataclass(slots=True)
 class Policy:
-    """An engine with a speculator of its own; all policies share runner and store."""
+    """A speculator and an engine of its own, which the caller steps."""
 
-    speculator: Speculator
-    engine: Engine
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: MemoryStore,
+        speculator: Speculator,
+        *,
+        cuts: CutTable,
+        clock: Clock,
+    ) -> None:
+        settings = EngineSettings()
+        self.speculator = speculator
+        self._woken = threading.Event()
+        self._loaders = ThreadWorkers("bench-load", threads=settings.loader_threads, queue_limit=8)
+        self._savers = ThreadWorkers("bench-save", threads=1, queue_limit=_SAVER_QUEUE)
+        self._core = EngineCore(
+            loaded.runner,
+            store,
+            speculator,
+            cuts=cuts,
+            limits=LIMITS,
+            settings=settings,
+            clock=clock,
+            numeric_class=loaded.card.numeric_class,
+            loaders=self._loaders,
+            savers=self._savers,
+            wake=self._woken.set,
+            wait=self._woken.wait,
+        )
+        self._core.calibrate()
+
+    def serve(self, request: EngineRequest, answer: Answer) -> None:
+        """One request to its end, and all of its KV stored: nothing is left to disturb the next."""
+        self._core.add(self._core.prepare(request, answer))
+        while not answer.done.is_set():
+            self._woken.clear()
+            if not self._core.step():
+                self._woken.wait(_IDLE_S)
+        stored = threading.Event()
+        self._savers.submit(stored.set)
+        stored.wait()
+
+    def close(self) -> None:
+        """End its threads."""
+        for workers in (self._loaders, self._savers):
+            workers.close(timeout_s=10.0)
 
 
 class SpeculationRig:
@@ -114,25 +165,16 @@ class SpeculationRig:
 
     def start(self, name: str, speculator: Speculator) -> Policy:
         """A policy of that name with this speculator."""
-        engine = Engine(
-            self.loaded.runner,
-            self._store,
-            speculator,
-            cuts=self._cuts,
-            limits=LIMITS,
-            settings=EngineSettings(),
-            clock=self.clock,
-            numeric_class=self.loaded.card.numeric_class,
+        self._policies[name] = Policy(
+            self.loaded, self._store, speculator, cuts=self._cuts, clock=self.clock
         )
-        engine.start(calibrate=False)
-        self._policies[name] = Policy(speculator, engine)
         return self._policies[name]
 
     def forget(self, name: str) -> None:
         """End a policy, if there is one; the next one of that name starts as after a load."""
         policy = self._policies.pop(name, None)
         if policy is not None:
-            policy.engine.stop()
+            policy.close()
 
     def close(self) -> None:
         """End all policies."""
@@ -148,7 +190,7 @@ class SpeculationRig:
         reuse: ReuseMode = ReuseMode.EXACT,
         sampling: SamplingParams | None = None,
     ) -> Run:
-        """One request to its end, and until the engine is idle again."""
+        """One request to its end."""
         self._names += 1
         request = EngineRequest(
             f"r{self._names}",
@@ -160,11 +202,8 @@ class SpeculationRig:
             speculation=speculation,
         )
         answer = ClockedAnswer(self.clock)
-        policy.engine.submit(request, answer)
-        run = Run.of(answer.wait())
-        while policy.engine.stats().running:
-            threading.Event().wait(0.002)
-        return run
+        policy.serve(request, answer)
+        return Run.of(answer.wait())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from rakv_cluster.serving.bridge import EventBridge
 from rakv_cluster.serving.figures import replica_figures
 from rakv_cluster.serving.routing_report import RoutingReporter
 from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import (
+from rakv_cluster.speculation.cost_files import (
     CostIdentity,
     costs_path,
     machine_name,

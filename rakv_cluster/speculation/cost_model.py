@@ -5,24 +5,22 @@ per (rows, context, batch) bucket holds what was measured. Steps of one (context
 *column*; its *base* is the step of one row per sequence (K=0), and its wider steps are kept as
 ratios to the base: kernels fix the ratio, while the base follows the machine's load. All bases
 share a *level*, so that a column that is not in use is not left behind with yesterday's times.
+
+A base grows steadily with the context, and a bucket of contexts is wide: so a column's base is a
+point, what its steps took in the mean at the context they had in the mean, and between two points
+a straight line is read.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rakv_cluster.errors import ConfigError
-
-FORMAT = 1
 
 LEVEL_GAIN = 0.1
 CELL_GAIN = 0.1
@@ -151,6 +149,17 @@ class _Cell:
         self.value *= math.exp(clipped * max(CELL_GAIN, 1.0 / self.samples))
 
 
+@dataclass(slots=True)
+class _Base(_Cell):
+    """A column's base: ``value`` at ``context`` tokens, the mean of its samples' contexts."""
+
+    context: float = 0.0
+
+    def drift(self, context: float, value: float) -> None:
+        """Stand for ``context`` from now on, where ``value`` is expected."""
+        self.context, self.value = context, value
+
+
 class CostTable:
     """Measured columns, kept current by :meth:`observe`, which belongs to one thread; any thread
     may read costs.
@@ -163,11 +172,11 @@ class CostTable:
         self.buckets = buckets
         self._level = 1.0
         self._observed = 0
-        self._bases: dict[Column, _Cell] = {}
+        self._bases: dict[Column, _Base] = {}
         self._ratios: dict[Column, dict[int, _Cell]] = {}
         self._seen_rows: set[int] = set()
         """Row buckets of all ratios and bases: others need no search for a donor."""
-        self._known: dict[tuple[Column, int], StepCosts] = {}
+        self._known: dict[tuple[int, int], StepCosts] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -184,42 +193,50 @@ class CostTable:
         column = self.buckets.column(context_tokens=sample.context_tokens, batch=sample.batch)
         rows = self.buckets.rows_edge(sample.rows)
         if rows <= self._base_rows(column):
-            self._observe_base(column, sample.ms)
+            self._observe_base(column, sample)
         else:
-            self._observe_ratio(column, rows, sample.ms)
+            self._observe_ratio(column, rows, sample)
 
-    def _observe_base(self, column: Column, ms: float) -> None:
-        expected_ms = self._base(column) * self._level
+    def _observe_base(self, column: Column, sample: CostSample) -> None:
+        context = sample.context_tokens
+        expected_ms = self._base(column, context) * self._level
         if math.isinf(expected_ms):
-            self._bases[column] = _Cell(ms / self._level, 1)
+            self._bases[column] = _Base(sample.ms / self._level, 1, context=context)
             return
-        clipped = _clip(math.log(ms / expected_ms))
-        if column in self._bases:
-            self._level *= math.exp(clipped * LEVEL_GAIN)
-        self._bases.setdefault(column, _Cell(self._base(column), 0)).move(clipped)
+        surprise = _clip(math.log(sample.ms / expected_ms))
+        base = self._bases.get(column)
+        if base is None:
+            base = _Base(self._base(column, context), 0, context=context)
+        else:
+            self._level *= math.exp(surprise * LEVEL_GAIN)
+            gain = max(CELL_GAIN, 1 / (base.samples + 1))
+            nearer = base.context + gain * (context - base.context)
+            base.drift(nearer, self._base(column, nearer))
+        base.move(surprise)
+        self._bases[column] = base
 
-    def _observe_ratio(self, column: Column, rows: int, ms: float) -> None:
-        base_ms = self._base(column) * self._level
+    def _observe_ratio(self, column: Column, rows: int, sample: CostSample) -> None:
+        base_ms = self._base(column, sample.context_tokens) * self._level
         if math.isinf(base_ms):
             return
         ratios = self._ratios.setdefault(column, {})
         expected = self._ratio(column, rows)
         if math.isinf(expected):
-            ratios[rows] = _Cell(ms / base_ms, 1, self._observed)
+            ratios[rows] = _Cell(sample.ms / base_ms, 1, self._observed)
             return
         cell = ratios.setdefault(rows, _Cell(expected, 0))
         cell.seen_at = self._observed
-        cell.move(math.log(ms / (expected * base_ms)))
+        cell.move(math.log(sample.ms / (expected * base_ms)))
 
     def step_costs(self, *, batch: int, context_tokens: int) -> StepCosts:
         """Costs of every rows bucket for ``batch`` sequences at this mean context."""
-        column = self.buckets.column(context_tokens=context_tokens, batch=batch)
         if not self.buckets.covers(batch) or not self._bases:
             return StepCosts()
-        first = bisect_left(self.buckets.rows, batch)
-        known = self._known.get((column, first))
+        known = self._known.get((batch, context_tokens))
         if known is None:
-            base_ms = self._base(column) * self._level
+            column = self.buckets.column(context_tokens=context_tokens, batch=batch)
+            first = bisect_left(self.buckets.rows, batch)
+            base_ms = self._base(column, context_tokens) * self._level
             ratios = {rows: self._ratio(column, rows) for rows in self.buckets.rows[first:]}
             finite = {rows: ratio for rows, ratio in ratios.items() if math.isfinite(ratio)}
             known = StepCosts(
@@ -227,25 +244,30 @@ class CostTable:
                 tuple(base_ms * ratio for ratio in finite.values()),
                 tuple(base_ms * self._hoped(column, rows, finite[rows]) for rows in finite),
             )
-            self._known[column, first] = known
+            self._known[batch, context_tokens] = known
         return known
 
     def _base_rows(self, column: Column) -> int:
         return self.buckets.rows_edge(column[1])
 
-    def _base(self, column: Column) -> float:
-        """A column's base, or that of the nearest measured one; infinite if there is none.
+    def _base(self, column: Column, context: float) -> float:
+        """What a column's base is expected to be at this context; infinite if none was measured.
 
-        For a larger batch, as many rows of the donor's sequences stand in, if they were measured.
+        For a batch of which nothing was measured, as many rows of the nearest other batch stand
+        in, if they were.
         """
-        cell = self._bases.get(column)
-        if cell is not None:
-            return cell.value
+        points = [
+            (base.context, base.value)
+            for (_, batch), base in tuple(self._bases.items())
+            if batch == column[1]
+        ]
+        if points:
+            return _on_line(sorted(points), context)
         if not self._bases:
             return math.inf
         donor = min(tuple(self._bases), key=lambda other: _distance(column, other))
         as_wide = self._measured_ratio(donor, self._base_rows(column))
-        return self._bases[donor].value * (as_wide if math.isfinite(as_wide) else 1.0)
+        return self._base(donor, context) * (as_wide if math.isfinite(as_wide) else 1.0)
 
     def _ratio(self, column: Column, rows: int) -> float:
         """Cost of ``rows`` over the column's base: measured, else as in the nearest column that
@@ -285,7 +307,10 @@ class CostTable:
         return {
             "buckets": {name: list(edges) for name, edges in asdict(self.buckets).items()},
             "level": self._level,
-            "bases": [[*column, cell.value, cell.samples] for column, cell in self._bases.items()],
+            "bases": [
+                [*column, base.value, base.samples, base.context]
+                for column, base in self._bases.items()
+            ],
             "ratios": [
                 [*column, rows, cell.value, cell.samples]
                 for column, cells in self._ratios.items()
@@ -303,8 +328,13 @@ class CostTable:
         if data["buckets"] != table.to_json()["buckets"]:
             raise ValueError("costs were measured for other buckets")
         table._level = _positive(data["level"])
-        for context, batch, value, samples in data["bases"]:
-            table._bases[int(context), int(batch)] = _Cell(_positive(value), int(samples))
+        for context, batch, value, samples, mean_context in data["bases"]:
+            column = buckets.column(context_tokens=mean_context, batch=int(batch))
+            if column != (context, batch):
+                raise ValueError(f"{mean_context} tokens are no mean of bucket {context}")
+            table._bases[column] = _Base(
+                _positive(value), int(samples), context=float(mean_context)
+            )
             table._seen_rows.add(buckets.rows_edge(int(batch)))
         for context, batch, rows, value, samples in data["ratios"]:
             column = table._ratios.setdefault((int(context), int(batch)), {})
@@ -323,57 +353,24 @@ def _positive(value: float) -> float:
     return float(value)
 
 
+def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at ``x`` of the straight lines from each of ``points`` (ascending) to the next.
+
+    Outside, the line through the first and the last goes on, if it rises: two neighbours may be so
+    close that noise alone would fix their slope. Never less than half the first one's value.
+    """
+    at = bisect_left([place for place, _ in points], x)
+    if 0 < at < len(points):
+        (left, low), (right, high) = points[at - 1], points[at]
+        return low + (high - low) * (x - left) / (right - left)
+    (first, low), (last, high) = points[0], points[-1]
+    slope = max(high - low, 0.0) / (last - first) if len(points) > 1 else 0.0
+    if at == 0:
+        return max(low - slope * (first - x), low / 2)
+    return high + slope * (x - last)
+
+
 def _distance(column: Column, other: Column) -> tuple[float, float]:
     """Batches differ more than contexts do: they change which kernels run."""
     context, batch = (abs(math.log(a / b)) for a, b in zip(column, other, strict=True))
     return (batch, context)
-
-
-def machine_name() -> str:
-    """This kind of machine: processor and number of usable cores. Not the host's name, which a
-    container draws anew."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    processor = models[0] if models else platform.processor() or platform.machine()
-    return f"{processor} x{len(os.sched_getaffinity(0))}"
-
-
-@dataclass(frozen=True, slots=True)
-class CostIdentity:
-    """What measured costs hold for: anything that differs makes them someone else's."""
-
-    machine: str
-    model_digest: str
-    numeric_class: str
-
-
-def costs_path(cache_dir: Path, identity: CostIdentity) -> Path:
-    """File of a machine's and model's costs in the cache folder."""
-    name = f"{identity.machine}-{identity.model_digest[:16]}-{identity.numeric_class}"
-    return cache_dir / "costs" / f"{''.join(c if c.isalnum() else '-' for c in name)}.json"
-
-
-def save_costs(path: Path, identity: CostIdentity, table: CostTable) -> None:
-    """Write atomically; raises ``OSError`` where the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FORMAT, "identity": asdict(identity), **table.to_json()})
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
-
-
-def load_costs(path: Path, identity: CostIdentity, buckets: CostBuckets) -> CostTable:
-    """The saved table; an empty one if there is none, it is damaged, or it is for another model.
-
-    A damaged file costs a self-benchmark, no more, so why it was refused is not reported.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] == FORMAT and data["identity"] == asdict(identity):
-            return CostTable.from_json(data, buckets)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # the empty table says it
-    return CostTable(buckets)

@@ -11,15 +11,13 @@ import torch
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.step import Runner, Span, Step
-from rakv_cluster.speculation.cost_model import (
-    CostBuckets,
+from rakv_cluster.speculation.cost_files import (
     CostIdentity,
-    CostSample,
-    CostTable,
     costs_path,
     load_costs,
     save_costs,
 )
+from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ class BenchmarkPlan:
     """
 
     rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
-    context_tokens: tuple[int, ...] = (256, 2048)
+    context_tokens: tuple[int, ...] = (64, 2048)
     rounds: int = 5
     budget_s: float = 3.0
 

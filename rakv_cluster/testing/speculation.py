@@ -25,7 +25,7 @@ NO_RULE = TokenRule(SamplingParams(), [], vocab_size=1)
 """Scripts choose the tokens here."""
 
 WRONG_TOKEN = -1
-"""Never chosen: the right token at output position ``p`` is ``p`` itself."""
+"""Never chosen: the right token at output position ``p`` is ``p`` itself. Prompts are of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,59 +84,83 @@ class SimulatedStep:
 @dataclass(slots=True)
 class _Running:
     speculation: Speculation
+    prompt_tokens: int
     tokens_left: int
     position: int = 0
 
+    @property
+    def ids(self) -> np.ndarray:
+        """Prompt and output so far."""
+        return np.append(np.full(self.prompt_tokens, WRONG_TOKEN), np.arange(self.position))
+
 
 StepTime = Callable[[int, int], float]
-"""(rows, batch) -> true milliseconds of a step."""
+"""(rows, batch) -> true milliseconds of a step without context."""
 
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """One replica; what it learned carries over from one :meth:`run` to the next."""
+    """One replica; what it learned carries over from one :meth:`run` to the next.
+
+    A step takes ``step_ms`` and ``context_ms`` more per token of its sequences' mean context.
+    """
 
     step_ms: StepTime
     settings: ControllerSettings = field(default_factory=ControllerSettings)
     buckets: CostBuckets = field(default_factory=CostBuckets)
     clock: ManualClock = field(default_factory=ManualClock)
+    context_ms: float = 0.0
     speculator: Speculator = field(init=False)
 
     def __post_init__(self) -> None:
         self.speculator = Speculator(CostTable(self.buckets), self.settings, self.clock)
 
-    def seed_costs(self, batch: int = 1) -> None:
-        """Measure every rows bucket once, as the self-benchmark does."""
-        for rows in self.buckets.rows:
-            if rows >= batch:
-                sample = CostSample(rows, 1, batch, self.step_ms(rows, batch))
-                self.speculator.table.observe(sample)
+    def seed_costs(self, batch: int = 1, contexts: Sequence[int] = (1,)) -> None:
+        """Measure every rows bucket once at each context, as the self-benchmark does."""
+        for context in contexts:
+            for rows in self.buckets.rows:
+                if rows >= batch:
+                    ms = self._true_ms(rows, batch, context)
+                    self.speculator.table.observe(CostSample(rows, context, batch, ms))
+
+    def _true_ms(self, rows: int, batch: int, context_tokens: float) -> float:
+        return self.step_ms(rows, batch) + self.context_ms * context_tokens
 
     def run(
-        self, scripts: Sequence[Script], *, output_tokens: int, prefill_ms: float = 0.0
+        self,
+        scripts: Sequence[Script],
+        *,
+        output_tokens: int,
+        prompt_tokens: int = 0,
+        prefill_ms: float = 0.0,
     ) -> list[SimulatedStep]:
         """Serve one request per script, all at once, each of ``output_tokens`` tokens."""
-        running = [self._begin(script, output_tokens, prefill_ms) for script in scripts]
+        running = [
+            self._begin(script, prompt_tokens, output_tokens, prefill_ms) for script in scripts
+        ]
         steps = []
         while running:
             steps.append(self._step(running))
             for request in running:
                 if not request.tokens_left:
-                    self.speculator.finish(request.speculation, np.arange(request.position))
+                    self.speculator.finish(request.speculation, request.ids)
             running = [request for request in running if request.tokens_left]
         return steps
 
-    def _begin(self, script: Script, output_tokens: int, prefill_ms: float) -> _Running:
-        speculation = self.speculator.begin("auto", np.arange(0), NO_RULE, prefill_ms=prefill_ms)
+    def _begin(
+        self, script: Script, prompt_tokens: int, output_tokens: int, prefill_ms: float
+    ) -> _Running:
+        prompt = np.full(prompt_tokens, WRONG_TOKEN)
+        speculation = self.speculator.begin("auto", prompt, NO_RULE, prefill_ms=prefill_ms)
         speculation.drafter = ScriptedDrafter(script, self.clock)
-        return _Running(speculation, output_tokens)
+        return _Running(speculation, prompt_tokens, output_tokens)
 
     def _step(self, running: Sequence[_Running]) -> SimulatedStep:
         batch = len(running)
         seats = [
             Seat(
                 request.speculation,
-                np.arange(request.position),
+                request.ids,
                 draft_limit(tokens_left=request.tokens_left, free_slots=request.tokens_left),
             )
             for request in running
@@ -145,7 +169,9 @@ class SimulatedReplica:
             return self._plain_step(running)
         plan = self.speculator.plan(seats)
         rows = batch + sum(len(drafts) for drafts in plan.drafts)
-        forward_ms = self.step_ms(rows, batch)
+        context = _mean_context(running)
+        plain_ms = self._true_ms(batch, batch, context)
+        forward_ms = self._true_ms(rows, batch, context)
         self.clock.advance(forward_ms / 1e3)
         verdicts = [
             _verify(request, drafts) for request, drafts in zip(running, plan.drafts, strict=True)
@@ -154,16 +180,20 @@ class SimulatedReplica:
         return SimulatedStep(
             reason=plan.decision.reason,
             ms=forward_ms + plan.control_ms,
-            plain_ms=self.step_ms(batch, batch),
+            plain_ms=plain_ms,
             emitted=tuple(verdict.emitted for verdict in verdicts),
         )
 
     def _plain_step(self, running: Sequence[_Running]) -> SimulatedStep:
         batch = len(running)
-        plain_ms = self.step_ms(batch, batch)
+        plain_ms = self._true_ms(batch, batch, _mean_context(running))
         self.clock.advance(plain_ms / 1e3)
         emitted = tuple(_verify(request, ()).emitted for request in running)
         return SimulatedStep(Reason.RESTED, plain_ms, plain_ms, emitted)
+
+
+def _mean_context(running: Sequence[_Running]) -> float:
+    return sum(each.prompt_tokens + each.position for each in running) / len(running)
 
 
 def _verify(request: _Running, drafts: Sequence[int]) -> Verdict:

@@ -180,6 +180,22 @@ def test_a_draft_model_that_never_pays_is_found_out() -> None:
     assert report.best_fixed_drafts == 0
 
 
+@pytest.mark.parametrize("script", ["always right", "alternating", "right for one token"])
+def test_the_ledger_grants_what_plain_steps_take_at_every_context(script: str) -> None:
+    """Attention makes a step longer by its context; hardly a step is plain, and none was
+    measured near most of these contexts."""
+    subject = SimulatedReplica(table(COSTS["packed"]), buckets=ROWS, context_ms=0.006)
+    subject.seed_costs(contexts=(64, 2048))
+    ledger = subject.speculator.replica.ledger
+
+    for prompt_tokens in (540, 30, 290, 1_100, 700, 1_600, 150):
+        booked_ms = ledger.plain_ms
+        steps = subject.run([SCRIPTS[script]], output_tokens=128, prompt_tokens=prompt_tokens)
+
+        true_ms = sum(step.plain_time_ms for step in steps)
+        assert ledger.plain_ms - booked_ms == pytest.approx(true_ms, rel=0.01)
+
+
 def test_costs_that_were_mismeasured_are_found_out() -> None:
     deceived, honest = replica("loaded"), replica("loaded")
     for rows in (2, 3, 4, 8, 16):

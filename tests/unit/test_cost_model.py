@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
 
 from rakv_cluster.errors import ConfigError
-from rakv_cluster.speculation.cost_model import (
-    CostBuckets,
+from rakv_cluster.speculation.cost_files import (
     CostIdentity,
-    CostSample,
-    CostTable,
-    StepCosts,
     costs_path,
     load_costs,
     save_costs,
 )
+from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable, StepCosts
 
 BUCKETS = CostBuckets(rows=(1, 2, 4, 8), context=(256, 1024), batch=(1, 2, 4))
 IDENTITY = CostIdentity(machine="host/x", model_digest="ab" * 32, numeric_class="cpu-fp32-2")
@@ -106,6 +104,38 @@ def test_an_unmeasured_context_takes_the_ratio_of_the_nearest_measured_one() -> 
     assert costs.at(8) == pytest.approx(80.0)
 
 
+def test_between_two_contexts_a_step_costs_what_lies_between() -> None:
+    table = CostTable(CostBuckets())
+    for context, ms in ((64, 30.0), (2_048, 42.0)):
+        for rows, ratio in ((1, 1.0), (4, 1.5)):
+            table.observe(sample(rows, ms * ratio, context=context))
+
+    def plain_ms(context: int) -> float:
+        return table.step_costs(batch=1, context_tokens=context).at(1)
+
+    assert [plain_ms(context) for context in (64, 560, 1_056, 2_048)] == pytest.approx(
+        [30.0, 33.0, 36.0, 42.0]
+    )
+    assert plain_ms(32) == pytest.approx(30.0 - 12.0 * 32 / 1_984)
+    assert plain_ms(3_040) == pytest.approx(48.0)
+    assert table.step_costs(batch=1, context_tokens=1_056).at(3) == pytest.approx(54.0)
+
+
+def test_samples_from_all_over_a_bucket_are_not_taken_for_noise() -> None:
+    chance = random.Random(5)
+    table = CostTable(CostBuckets())
+    for context in (64, 2_048):
+        table.observe(sample(1, 30.0 + context * 0.006, context=context))
+
+    for _ in range(500):
+        context = chance.randrange(1, 2_048)
+        table.observe(sample(1, 30.0 + context * 0.006, context=context))
+
+    for context in range(64, 2_048, 64):
+        found = table.step_costs(batch=1, context_tokens=context).at(1)
+        assert found == pytest.approx(30.0 + context * 0.006, rel=0.01)
+
+
 def test_an_unmeasured_batch_takes_the_ratio_of_the_nearest_measured_one() -> None:
     table = seeded()
 
@@ -160,7 +190,7 @@ def test_costs_of_another_model_or_bucketing_are_not_used(tmp_path: Path) -> Non
 
 
 def _with_base(data: dict[str, object], value: object) -> str:
-    return json.dumps({**data, "bases": [[256, 1, value, 3]]})
+    return json.dumps({**data, "bases": [[256, 1, value, 3, 200.0]]})
 
 
 @pytest.mark.parametrize(
@@ -174,6 +204,7 @@ def _with_base(data: dict[str, object], value: object) -> str:
         lambda data: json.dumps({**data, "ratios": 3}),
         lambda data: _with_base(data, -1.0),
         lambda data: _with_base(data, "x"),
+        lambda data: json.dumps({**data, "bases": [[256, 1, 30.0, 3, 900.0]]}),
         lambda data: json.dumps({**data, "ratios": [[1, 2]]}),
     ],
 )

@@ -16,14 +16,13 @@ from rakv_cluster.engine.request import EngineRequest, RequestStats
 from rakv_cluster.errors import ConfigError
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.serving.replica import Replica
-from rakv_cluster.speculation.cost_model import (
-    CostBuckets,
+from rakv_cluster.speculation.cost_files import (
     CostIdentity,
-    CostTable,
     costs_path,
     load_costs,
     machine_name,
 )
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_llama

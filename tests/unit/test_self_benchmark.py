@@ -11,7 +11,7 @@ import torch
 
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.model.step import Step
-from rakv_cluster.speculation.cost_model import CostIdentity
+from rakv_cluster.speculation.cost_files import CostIdentity
 from rakv_cluster.speculation.self_benchmark import BenchmarkPlan, measure_costs, seeded_costs
 from rakv_cluster.testing import ManualClock
 
