@@ -1,12 +1,14 @@
 """Adaptive speculation with draft models: does it ever lose, what does it gain, is it right?
 
     python -m benchmarks.rakv_asd [--runs N] [--short] [--json F] [--check] [--seed N]
-        [--pairs smollm2:6,smollm2:2] [--distill MINUTES] [--texts DIR] [--threads 2] [--cpu-time]
+        [--pairs smollm2:self,smollm2:6] [--distill MINUTES] [--texts DIR] [--threads 2]
+        [--cpu-time]
 
-The paper's comparison. A pair ``MODEL:N`` is a model and the draft model made of its every N-th
-layer (made once, into the cache folder). One *block* serves one prompt by all policies, in
-another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts of the draft model on every
-step, and adaptive. Prompts and outputs of several lengths; times are of whole requests.
+The paper's comparison. A pair ``MODEL:self`` is a model and its own weights in four bits, a pair
+``MODEL:N`` a model and the draft model made of its every N-th layer (made once, into the cache
+folder). Nothing is drafted from the text. One *block* serves one prompt by all policies, in
+another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts on every step, and adaptive.
+Prompts and outputs of several lengths; times are of whole requests.
 
 ``--runs`` counts requests, all policies together. Each block is appended to ``F.blocks.jsonl``
 when it is done, so that a run which was stopped goes on where it was.
@@ -15,7 +17,6 @@ when it is done, so that a run which was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -30,20 +31,15 @@ import numpy as np
 
 from benchmarks.common import Options, Requirement, finish, parse_options, table
 from benchmarks.paired import bootstrap, mean
+from benchmarks.rakv_asd_pairs import Pair, model_and_draft, new_drafter
 from benchmarks.speculation_arms import CpuClock, Policy, Run, SpeculationRig
 from benchmarks.speculation_tasks import Task, load_tasks
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
-from rakv_cluster.model.loader import load_model
-from rakv_cluster.model.make_draft import Distillation, known_agreement, make_draft
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import StepCosts
-from rakv_cluster.speculation.draft_model import (
-    UNKNOWN_AGREEMENT,
-    DraftModel,
-    check_vocabulary,
-)
+from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NullDrafter
 from rakv_cluster.speculation.report import break_even
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
@@ -56,21 +52,6 @@ PROMPT_TOKENS = (64, 256, 768)
 OUTPUT_TOKENS = (32, 96)
 SHORT_OUTPUT_TOKENS = (16, 32)
 LARGEST_LOSS = 0.02
-_DRAFT_KV_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and its draft model; ``distilled`` by some minutes of training, or not."""
-
-    model: str
-    every: int
-    distilled: float
-
-    @property
-    def name(self) -> str:
-        """As on the command line."""
-        return f"{self.model}:{self.every}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +73,7 @@ class Block:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, return the exit status."""
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
-    pairs = [_pair(text, names.distill) for text in names.pairs.split(",")]
+    pairs = [Pair(model, draft, names.distill) for model, draft in names.pairs]
     runs = names.runs or (4 * len(POLICIES) if options.short else 3600)
     per_pair = max(runs // len(POLICIES) // len(pairs), 1)
     recipe = (
@@ -152,7 +133,6 @@ class PairBench:
     def __init__(self, pair: Pair, names: argparse.Namespace, options: Options) -> None:
         cache_dir = load_settings().cache_path
         source = resolve(pair.model, cache_dir)
-        folder = _draft_folder(pair, source, cache_dir, names.texts)
         self.pair = pair
         self._short = options.short
         threads = 1 if names.cpu_time else names.threads
@@ -162,24 +142,17 @@ class PairBench:
         self._rig = SpeculationRig(
             Path(source), threads=threads, cache_dir=Path(self._costs_dir.name), clock=clock
         )
-        draft = load_model(str(folder), threads=threads)
-        check_vocabulary(self._rig.loaded.tokenizer, draft.tokenizer)
-        self._agreement = known_agreement(folder, UNKNOWN_AGREEMENT)
-
-        def drafting() -> DraftModel:
-            made = DraftModel(
-                draft.runner,
-                self._rig.clock,
-                kv_budget_bytes=_DRAFT_KV_BYTES,
-                vocab_size=self._rig.loaded.runner.vocab_size,
-                agreement=self._agreement,
-            )
-            made.calibrate()
-            return made
-
-        self._draft_model = drafting()
-        self._forced = self._policy("forced", self._draft_model)
-        self._adaptive = self._policy("adaptive", drafting())
+        drafter = new_drafter(
+            pair,
+            self._rig,
+            source=source,
+            cache_dir=cache_dir,
+            texts=names.texts,
+            threads=threads,
+        )
+        self._drafter = drafter()
+        self._forced = self._policy("forced", self._drafter)
+        self._adaptive = self._policy("adaptive", drafter())
         self._tasks = load_tasks(
             self._rig.loaded.tokenizer, 20, output_tokens=max(OUTPUT_TOKENS), seed=options.seed,
             categories=("summarization", "rag", "qa", "math_reasoning", "chat"), longest=10_000,
@@ -190,9 +163,9 @@ class PairBench:
         self._rig.close()
         self._costs_dir.cleanup()
 
-    def _policy(self, name: str, draft_model: DraftModel) -> Policy:
+    def _policy(self, name: str, drafter: ModelDrafter) -> Policy:
         speculator = Speculator(
-            self._rig.costs(), ControllerSettings(), self._rig.clock, NullDrafter, draft_model
+            self._rig.costs(), ControllerSettings(), self._rig.clock, NullDrafter, drafter
         )
         return self._rig.start(name, speculator)
 
@@ -286,7 +259,7 @@ class PairBench:
             "break-even acceptance": self._break_even(),
             "decision accuracy": _decision_accuracy(blocks),
             "outputs equal": float(np.mean([block.equal for block in blocks])),
-            "expected agreement": self._agreement,
+            "expected agreement": self._drafter.agreement,
         }
         for name, value in found.items():
             if isinstance(value, float):
@@ -297,7 +270,7 @@ class PairBench:
     def _break_even(self) -> dict[str, float]:
         """Constant acceptance at which K drafts of the draft model pay, by the measured costs."""
         costs: StepCosts = self._adaptive.speculator.table.step_costs(batch=1, context_tokens=512)
-        round_ms = self._draft_model.round_ms
+        round_ms = self._drafter.round_ms
         return {
             f"K={drafts}": break_even(
                 drafts, (costs.at(1 + drafts) + drafts * round_ms) / costs.at(1)
@@ -354,30 +327,15 @@ def _requirements(pair: Pair, summary: dict[str, Any]) -> list[Requirement]:
     ]
 
 
-def _draft_folder(pair: Pair, source: str, cache_dir: Path, texts: Path) -> Path:
-    """The pair's draft model, made if it is not there; what it was trained on is in its name."""
-    recipe = f"{source} {pair.every} {pair.distilled} {texts if pair.distilled else ''}"
-    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
-    folder = cache_dir / "drafts" / f"{Path(source).name}-{pair.every}-{digest}"
-    if not folder.exists():
-        training = Distillation(pair.distilled, texts) if pair.distilled else None
-        make_draft(source, folder, every=pair.every, distillation=training, note=_note)
-    return folder
-
-
-def _note(text: str) -> None:
-    print(f"... {text}", flush=True)
-
-
-def _pair(text: str, distilled: float) -> Pair:
-    model, _, every = text.rpartition(":")
-    return Pair(model, int(every), distilled)
-
-
 def _extra() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--runs", type=int, default=0, help="requests; 0: 3600, or 28 if short")
-    parser.add_argument("--pairs", default="smollm2:6,smollm2:2", help="MODEL:EVERY,...")
+    parser.add_argument(
+        "--pairs",
+        type=model_and_draft,
+        default="smollm2:self,smollm2:6",
+        help="MODEL:N or MODEL:self, ...",
+    )
     parser.add_argument("--distill", type=float, default=0.0, help="minutes, for every pair")
     parser.add_argument("--texts", type=Path, default=Path(), help="to distill on")
     parser.add_argument("--threads", type=int, default=2)

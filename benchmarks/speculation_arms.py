@@ -22,6 +22,7 @@ from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.engine.core import EngineCore
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.model.four_bit import four_bit_runner
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.reuse.workers import ThreadWorkers
 from rakv_cluster.speculation.controller import ControllerSettings
@@ -29,6 +30,7 @@ from rakv_cluster.speculation.cost_files import CostIdentity, machine_name
 from rakv_cluster.speculation.cost_model import CostTable
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.self_benchmark import seeded_costs
+from rakv_cluster.speculation.self_draft import SelfDraft
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.types import ReuseMode, SamplingParams
@@ -156,12 +158,20 @@ class SpeculationRig:
             self.loaded.runner, identity, cache_dir=self._cache_dir, clock=self.clock
         )
 
-    def policy(self, name: str, mode: GovernorMode = GovernorMode.BUCKET) -> Policy:
+    def policy(
+        self, name: str, mode: GovernorMode = GovernorMode.BUCKET, *, self_draft: bool = False
+    ) -> Policy:
         """The policy of that name, made when first asked for, as at a replica's start."""
         if name not in self._policies:
             settings = ControllerSettings(governor=GovernorSettings(mode))
-            self.start(name, Speculator(self.costs(), settings, self.clock))
+            drafter = self._self_draft() if self_draft else None
+            self.start(name, Speculator(self.costs(), settings, self.clock, draft_model=drafter))
         return self._policies[name]
+
+    def _self_draft(self) -> SelfDraft:
+        drafter = SelfDraft(four_bit_runner(self.loaded.runner), self.clock)
+        drafter.calibrate()
+        return drafter
 
     def start(self, name: str, speculator: Speculator) -> Policy:
         """A policy of that name with this speculator."""
@@ -208,13 +218,15 @@ class SpeculationRig:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy and what its requests ask for; a ``fresh`` one starts anew for every request."""
+    """A policy and what its requests ask for; a ``fresh`` one starts anew for every request, one
+    with ``self_draft`` guesses by its own weights in four bits where the text offers nothing."""
 
     name: str
     speculation: SpeculationMode
     policy: str
     governor: GovernorMode = GovernorMode.BUCKET
     fresh: bool = False
+    self_draft: bool = False
 
 
 @dataclass(slots=True)
@@ -261,7 +273,7 @@ def serve_all(
             for arm in (*arms[start:], *arms[:start]):
                 if arm.fresh:
                     rig.forget(arm.policy)
-                policy = rig.policy(arm.policy, arm.governor)
+                policy = rig.policy(arm.policy, arm.governor, self_draft=arm.self_draft)
                 served.runs[arm.name].append(rig.serve(policy, task, arm.speculation))
         found.append(served)
         note(f"{index + 1}/{len(tasks)} {task.category} {task.name}")

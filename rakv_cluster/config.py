@@ -167,6 +167,11 @@ class Settings(BaseModel):
         description="model with the same vocabulary that drafts where the text so far offers "
         "nothing (see `rakv model make-draft`); empty: none",
     )
+    self_draft: bool = Field(
+        False,
+        description="there, draft with the model's own weights in four bits: 0.6 bytes a weight "
+        "more; needs the fused decoder on a CPU, and no draft_model",
+    )
     draft_kv_budget_bytes: Bytes = Field(
         ByteSize(512 * MIB), description="the draft model's KV of running requests, per replica"
     )
@@ -215,6 +220,8 @@ class Settings(BaseModel):
             raise ValueError("api_keys and api_keys_file are both set; choose one")
         if (self.tls_cert_file == Path()) != (self.tls_key_file == Path()):
             raise ValueError("tls_cert_file and tls_key_file need each other")
+        if self.self_draft and self.draft_model:
+            raise ValueError("self_draft and draft_model are both set; choose one")
         for host in (self.host, self.grpc_host):
             if not self.has_api_keys and not is_loopback(host):
                 raise ValueError(

@@ -40,7 +40,12 @@ class Drafting:
         """The step over ``parts``, with drafts behind them if it is a decode step."""
         spare = (self._max_step_tokens - len(parts)) // len(parts)
         seats = [
-            Seat(speculation, part.sequence.known_ids, min(spare, _limit(part.sequence)))
+            Seat(
+                speculation,
+                part.sequence.known_ids,
+                min(spare, _limit(part.sequence)),
+                part.sequence.buffer,
+            )
             for part in parts
             if (speculation := part.sequence.speculation) is not None
             and part.tokens == part.choices == 1

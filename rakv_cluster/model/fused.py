@@ -131,7 +131,7 @@ class FusedLlamaRunner:
     @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
-        return self._weights.head.weight.shape[0]
+        return self._weights.head.outputs
 
     @property
     def context_tokens(self) -> int:

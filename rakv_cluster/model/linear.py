@@ -51,6 +51,11 @@ class Linear:
     packed: torch.Tensor | None = None
 
     @property
+    def outputs(self) -> int:
+        """Columns of a result."""
+        return self.weight.shape[0]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight, and of a packed copy of it."""
         return self.weight.numel() * self.weight.element_size()

@@ -13,13 +13,15 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
-from rakv_cluster.errors import ConfigError, Unavailable
+from rakv_cluster.errors import ConfigError, Unavailable, UnsupportedModel
 from rakv_cluster.logs import REQUEST_ID, fields
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
+from rakv_cluster.model.four_bit import four_bit_runner
 from rakv_cluster.model.grammar import TokenizerGrammars
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.selection import KernelOptions
+from rakv_cluster.model.step import Runner
 from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.calibration import Calibration, calibration_path, load_calibration
@@ -38,8 +40,10 @@ from rakv_cluster.speculation.cost_files import (
     save_costs,
 )
 from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT, DraftModel, check_vocabulary
+from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.self_benchmark import seeded_costs
+from rakv_cluster.speculation.self_draft import SelfDraft
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
@@ -250,15 +254,40 @@ def _speculator(
     table = seeded_costs(model.runner, _identity(model), cache_dir=settings.cache_path, clock=clock)
     governor = GovernorSettings(GovernorMode(settings.speculation_governor))
     controller = ControllerSettings(governor=governor)
-    if draft is None:
-        return Speculator(table, controller, clock)
-    check_vocabulary(model.tokenizer, draft.tokenizer)
-    draft_model = DraftModel(
-        draft.runner,
-        clock,
-        kv_budget_bytes=int(settings.draft_kv_budget_bytes),
-        vocab_size=model.runner.vocab_size,
-        agreement=agreement,
-    )
-    draft_model.calibrate()
-    return Speculator(table, controller, clock, draft_model=draft_model)
+    drafter = _drafter(model, draft, agreement, settings, clock)
+    return Speculator(table, controller, clock, draft_model=drafter)
+
+
+def _drafter(
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    agreement: float,
+    settings: Settings,
+    clock: Clock,
+) -> ModelDrafter | None:
+    """What drafts where a text offers nothing, its costs measured; None: nothing does."""
+    drafter: DraftModel | SelfDraft
+    if draft is not None:
+        check_vocabulary(model.tokenizer, draft.tokenizer)
+        drafter = DraftModel(
+            draft.runner,
+            clock,
+            kv_budget_bytes=int(settings.draft_kv_budget_bytes),
+            vocab_size=model.runner.vocab_size,
+            agreement=agreement,
+        )
+    elif settings.self_draft:
+        drafter = SelfDraft(_four_bits(model), clock)
+    else:
+        return None
+    drafter.calibrate()
+    return drafter
+
+
+def _four_bits(model: LoadedModel) -> Runner:
+    try:
+        return four_bit_runner(model.runner)
+    except UnsupportedModel as error:
+        raise ConfigError(
+            f"this model cannot draft for itself: {error}", field="self_draft"
+        ) from error

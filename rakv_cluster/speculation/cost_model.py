@@ -337,8 +337,8 @@ class CostTable:
             )
             table._seen_rows.add(buckets.rows_edge(int(batch)))
         for context, batch, rows, value, samples in data["ratios"]:
-            column = table._ratios.setdefault((int(context), int(batch)), {})
-            column[int(rows)] = _Cell(_positive(value), int(samples))
+            ratios = table._ratios.setdefault((int(context), int(batch)), {})
+            ratios[int(rows)] = _Cell(_positive(value), int(samples))
             table._seen_rows.add(int(rows))
         return table
 

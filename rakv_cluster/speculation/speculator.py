@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rakv_cluster.clock import Clock
+from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.speculation.controller import (
     Candidate,
@@ -33,7 +34,7 @@ from rakv_cluster.speculation.controller import (
     settle,
 )
 from rakv_cluster.speculation.cost_model import ArmCosts, CostSample, CostTable, StepCosts
-from rakv_cluster.speculation.draft_model import DraftModel, DraftState, DraftWish
+from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
 from rakv_cluster.speculation.governor import charge
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
@@ -76,12 +77,14 @@ class Speculation:
 class Seat:
     """A sequence's place in the next step: all its tokens so far, and most drafts it can use.
 
-    ``limit`` comes from :func:`rakv_cluster.speculation.verification.draft_limit`.
+    ``limit`` comes from :func:`rakv_cluster.speculation.verification.draft_limit`. ``kv`` is the
+    KV of all tokens but the last, with room for the drafts; None: there is no model.
     """
 
     speculation: Speculation
     ids: np.ndarray
     limit: int
+    kv: KvBuffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Speculator:
         settings: ControllerSettings,
         clock: Clock,
         new_drafter: Callable[[], Drafter] = SuffixDrafter,
-        draft_model: DraftModel | None = None,
+        draft_model: ModelDrafter | None = None,
     ) -> None:
         """``draft_model`` is asked where a sequence's own drafter has no guess."""
         self.table = table
@@ -230,14 +233,15 @@ class Speculator:
         speculation, model = seat.speculation, seat.speculation.model
         if not guess.token_ids and model is not None and self._draft_model is not None:
             limit = min(seat.limit, self._settings.max_drafts)
-            if limit > 0 and not speculation.is_off and self._draft_model.can_draft(model, limit):
+            wish = DraftWish(model, limit, seat.kv)
+            if limit > 0 and not speculation.is_off and self._draft_model.can_draft(wish):
                 return Candidate(
                     speculation.state,
                     limit,
                     forced=speculation.forced,
                     by_model=True,
                     round_ms=self._draft_model.round_ms,
-                    catch_up_ms=model.lag_tokens * self._draft_model.lag_token_ms,
+                    catch_up_ms=self._draft_model.catch_up_ms(model),
                 )
         return Candidate(
             speculation.state, len(guess.token_ids), guess.match_tokens, speculation.forced
@@ -248,7 +252,7 @@ class Speculator:
     ) -> tuple[Draft, ...]:
         """The guesses, with those that the draft model was left to make."""
         wishes = [
-            DraftWish(model, count)
+            DraftWish(model, count, seat.kv)
             for seat, guess, count in zip(seats, guesses, counts, strict=True)
             if count and not guess.token_ids and (model := seat.speculation.model) is not None
         ]

@@ -11,15 +11,18 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.architecture import observe_layout
+from rakv_cluster.model.four_bit import four_bit_runner
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner, Step
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.draft_model import DraftModel
+from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import (
     NO_DRAFT,
     Draft,
@@ -28,6 +31,7 @@ from rakv_cluster.speculation.drafters import (
     SuffixDrafter,
 )
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
+from rakv_cluster.speculation.self_draft import SelfDraft
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
@@ -102,6 +106,9 @@ class KnowingDrafter:
         return Draft(tuple(drafts), 8) if drafts else NO_DRAFT
 
 
+NewModel = Callable[[Clock], ModelDrafter]
+
+
 def free_costs() -> CostTable:
     """A table by which rows cost nothing, so that every draft is worth taking."""
     table = CostTable(CostBuckets())
@@ -118,21 +125,19 @@ def serve(
     texts: Sequence[list[int]] = (),
     chance: random.Random | None = None,
     engine_settings: EngineSettings | None = None,
-    draft_runner: Runner | None = None,
+    new_model: NewModel | None = None,
 ) -> list[Recording]:
     """All requests through one engine at once; with ``texts``, drafted from what they say, and
-    by ``draft_runner``'s model where that drafter knows nothing."""
+    by the model that ``new_model`` makes where that drafter knows nothing."""
     clock = ManualClock()
     luck = chance or random.Random(0)
+    draft_model = new_model(clock) if new_model is not None else None
 
     def new_drafter() -> Drafter:
-        if draft_runner is not None and luck.random() < 0.5:
+        if draft_model is not None and luck.random() < 0.5:
             return NullDrafter()
         return KnowingDrafter(texts, luck) if texts and luck.random() < 0.8 else SuffixDrafter()
 
-    draft_model = (
-        None if draft_runner is None else DraftModel(draft_runner, clock, kv_budget_bytes=1 << 16)
-    )
     engine = EngineHarness(
         runner,
         MemoryStore(1 << 22, clock),
@@ -155,7 +160,7 @@ def serve(
     ]
     engine.run(*answers)
     assert engine.core.stats().kv_leased_bytes == 0
-    assert draft_model is None or draft_model.leased_bytes == 0
+    assert not isinstance(draft_model, DraftModel) or draft_model.leased_bytes == 0
     return answers
 
 
@@ -185,7 +190,7 @@ def compare(
     requests: Sequence[Ask],
     seed: int,
     engine_settings: EngineSettings,
-    draft_runner: Runner | None = None,
+    new_model: NewModel | None = None,
 ) -> None:
     plain = [serve(runner, [ask], speculate=False)[0] for ask in requests]
     texts = [
@@ -200,7 +205,7 @@ def compare(
         texts=texts,
         chance=random.Random(seed),
         engine_settings=engine_settings,
-        draft_runner=draft_runner,
+        new_model=new_model,
     )
 
     for ask, answer, expected in zip(requests, drafted, plain, strict=True):
@@ -253,8 +258,42 @@ class OftenRight(FakeRunner):
 )
 def test_both_drafters(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
     """A draft model beside the others, its memory too small for all: any batch and K."""
-    draft_runner = OftenRight(vocab_size=5)
-    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, draft_runner)
+
+    def new_model(clock: Clock) -> DraftModel:
+        return DraftModel(OftenRight(vocab_size=5), clock, kv_budget_bytes=1 << 16)
+
+    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
+
+
+class Smudging(OftenRight):
+    """What it writes is never what the target would have written."""
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        for span in step.spans:
+            span.buffer.data[:, :, :, span.first_position : span.last_position + 1] += 1
+        return logits
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(asks, min_size=1, max_size=4),
+    st.integers(0, 1_000),
+    st.builds(
+        EngineSettings,
+        kv_budget_bytes=st.integers(6, 16).map(lambda granules: granules * GRANULE * 32),
+        kv_granule_tokens=st.just(GRANULE),
+        max_running=st.integers(1, 4),
+        growth_tokens=st.sampled_from([1, GRANULE]),
+    ),
+)
+def test_self_drafts(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
+    """Drafts written into the target's own KV, all of it wrong: any batch, K and preemption."""
+
+    def new_model(clock: Clock) -> SelfDraft:
+        return SelfDraft(Smudging(vocab_size=5), clock)
+
+    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
 
 
 def runner_of(build: Callable[[], object]) -> TransformersRunner:
@@ -342,14 +381,18 @@ def test_a_trace_tells_every_step() -> None:
 @pytest.mark.parametrize("mode", ["1", "2", "4", "8", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["exact", "uniform"])
+@pytest.mark.parametrize("own_kv", [True, False])
 def test_a_draft_model_equal_to_the_target_is_always_right(
-    mode: SpeculationMode, temperature: float, kind: str, uniform_runner: Runner
+    mode: SpeculationMode, temperature: float, kind: str, own_kv: bool, uniform_runner: Runner
 ) -> None:
     """At every K, greedy and sampled, with penalties, over batches, and behind a reused prefix;
-    on arithmetic without rounding, and on kernels that round alike whatever the rows."""
+    on arithmetic without rounding, and on kernels that round alike whatever the rows; over KV of
+    its own and over the target's."""
     runner = uniform_runner if kind == "uniform" else FakeRunner(vocab_size=64)
     clock = ManualClock()
-    draft_model = DraftModel(runner, clock, kv_budget_bytes=1 << 24)
+    draft_model: ModelDrafter = SelfDraft(runner, clock)
+    if own_kv:
+        draft_model = DraftModel(runner, clock, kv_budget_bytes=1 << 24)
     engine = EngineHarness(
         runner,
         MemoryStore(1 << 22, clock),
@@ -383,7 +426,56 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         assert sum(answer.stats.model_drafts for answer in answers) == drafted
         if mode != "auto":
             assert max(block.drafted for block in blocks) == int(mode)
-    assert draft_model.leased_bytes == 0
+    assert not isinstance(draft_model, DraftModel) or draft_model.leased_bytes == 0
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(requests=st.lists(asks, min_size=1, max_size=3), seed=st.integers(0, 1_000))
+def test_drafts_of_a_tiny_model_in_four_bits(
+    uniform_runner: Runner, requests: list[Ask], seed: int
+) -> None:
+    """Real rounding: four-bit K/V stand in the buffer until the very step that reads them."""
+    four_bits = four_bit_runner(uniform_runner)
+
+    compare(
+        uniform_runner, requests, seed, EngineSettings(), lambda clock: SelfDraft(four_bits, clock)
+    )
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_default_model_drafting_for_itself(default_model: LoadedModel, temperature: float) -> None:
+    """Its weights in four bits guess most tokens, and change none."""
+    prompt_ids = default_model.tokenizer("The three laws of thermodynamics are")["input_ids"]
+    four_bits = four_bit_runner(default_model.runner)
+    answers = {}
+    modes: tuple[SpeculationMode, ...] = ("off", "2", "4")
+    for mode in modes:
+        clock = ManualClock()
+        engine = EngineHarness(
+            default_model.runner,
+            MemoryStore(1 << 28, clock),
+            clock,
+            settings=EngineSettings(),
+            speculator=Speculator(
+                free_costs(), UNGOVERNED, clock, NullDrafter, SelfDraft(four_bits, clock)
+            ),
+        )
+        answers[mode] = engine.ask(
+            engine.prompt(prompt_ids),
+            32,
+            sampling=SamplingParams(temperature=temperature, seed=3),
+            speculation=mode,
+        )
+        engine.run(answers[mode])
+
+    assert answers["2"].token_ids == answers["4"].token_ids == answers["off"].token_ids
+    assert answers["4"].stats.model_drafts > 0
+    assert answers["2"].stats.accepted_tokens > 10
 
 
 @pytest.mark.model

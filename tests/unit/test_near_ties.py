@@ -9,6 +9,11 @@ from rakv_cluster.engine.scheduler import Candidate, Share, StepLimits, plan_ste
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.step import Step
 from rakv_cluster.reuse.costs import Costs
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.drafters import NullDrafter
+from rakv_cluster.speculation.self_draft import SelfDraft
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import EngineHarness
@@ -45,14 +50,19 @@ def ids(seed: int) -> list[int]:
     return [(seed * 31 + index * index * 7 + index) % 64 for index in range(PROMPT_TOKENS)]
 
 
-def engine(eps: float, runner: FakeRunner | None = None) -> EngineHarness:
+def engine(
+    eps: float, runner: FakeRunner | None = None, draft_runner: FakeRunner | None = None
+) -> EngineHarness:
+    """Requests draft from their text, or by a model over their own KV if there is one."""
     clock = ManualClock()
+    drafting = () if draft_runner is None else (NullDrafter, SelfDraft(draft_runner, clock))
     return EngineHarness(
         runner or RoundingRunner(clock=clock),
         MemoryStore(1 << 24, clock),
         clock,
         settings=SETTINGS,
         near_tie_eps=eps,
+        speculator=Speculator(CostTable(CostBuckets()), ControllerSettings(), clock, *drafting),
     )
 
 
@@ -92,6 +102,17 @@ def test_tokens_are_those_of_lone_steps(name: str) -> None:
     assert counters.replays > 0
     assert counters.replay_steps >= counters.replays
     assert counters.replay_ms > 0
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_so_they_are_where_drafts_are_written_into_the_same_kv(name: str) -> None:
+    sampling = SAMPLINGS[name]
+    guarded = engine(EPS, draft_runner=RoundingRunner())
+
+    tokens = together(guarded, sampling)
+
+    assert tokens == [alone(ids(seed), sampling) for seed in range(4)]
+    assert guarded.core.stats().counters.replays > 0
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -25,7 +25,7 @@ from rakv_cluster.speculation.cost_files import (
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.store.memory import MemoryStore
-from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_llama
+from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_gemma3, tiny_llama
 from rakv_cluster.types import SamplingParams
 
 PROMPT = [(7 * index) % 250 + 3 for index in range(60)]
@@ -119,3 +119,33 @@ def test_a_draft_model_with_other_tokens_is_refused(
         replica(other)
 
     assert refused.value.field == "draft_model"
+
+
+def test_a_model_drafts_for_itself_where_that_is_set(
+    model: LoadedModel, settings: Settings
+) -> None:
+    wanted = settings.model_copy(update={"self_draft": True})
+    clock = SystemClock()
+    subject = Replica(model, MemoryStore(1 << 22, clock), wanted, clock)
+    try:
+        plain, _ = ask(subject, model, "off")
+        drafted, stats = ask(subject, model, "4")
+    finally:
+        subject.close()
+
+    assert isinstance(stats, RequestStats)
+    assert drafted == plain
+    assert stats.model_drafts > 0
+
+
+def test_only_models_of_the_fused_decoder_draft_for_themselves(
+    settings: Settings, tmp_path: Path
+) -> None:
+    gemma = load_model(str(save_tiny_model(tmp_path / "gemma", tiny_gemma3())), threads=1)
+    wanted = settings.model_copy(update={"self_draft": True})
+    clock = SystemClock()
+
+    with pytest.raises(ConfigError, match="fused decoder") as refused:
+        Replica(gemma, MemoryStore(1 << 22, clock), wanted, clock)
+
+    assert refused.value.field == "self_draft"

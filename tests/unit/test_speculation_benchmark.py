@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paired import bootstrap, mean, median
-from benchmarks.rakv_asd import Block, Journal, Pair
+from benchmarks.rakv_asd import Block, Journal
+from benchmarks.rakv_asd_pairs import Pair, model_and_draft
 from benchmarks.speculation_ledger import Booked, foresee, overspend, worst_window
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 
@@ -60,7 +62,7 @@ def test_intervals_hold_the_estimate_and_shrink_with_the_spread() -> None:
 
 
 def test_a_run_that_was_killed_goes_on_behind_its_last_whole_block(tmp_path: Path) -> None:
-    pair = Pair("model", 6, 0.0)
+    pair = Pair("model", "6", 0.0)
     block = Block("now", pair.name, 64, 32, 0, {"K=0": 1.5}, 32, True, {"K=0": 0.0}, 0.0)
     first = Journal(tmp_path / "report.json", "now")
     first.add(block)
@@ -75,3 +77,11 @@ def test_a_run_that_was_killed_goes_on_behind_its_last_whole_block(tmp_path: Pat
     assert Journal(tmp_path / "report.json", "now").of(pair) == second.of(pair)
     assert Journal(tmp_path / "report.json", "other").count(pair) == 0
     assert Journal(None, "now").count(pair) == 0
+
+
+def test_a_pair_is_a_model_and_what_drafts_for_it() -> None:
+    assert model_and_draft("a:b:6,smollm2:self") == [("a:b", "6"), ("smollm2", "self")]
+    assert Pair("a:b", "6", 2.0).name == "a:b:6"
+    for text in ("smollm2", "smollm2:", ":6", "smollm2:0", "smollm2:half", "smollm2:6,"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            model_and_draft(text)
