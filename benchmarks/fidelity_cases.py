@@ -19,16 +19,20 @@ from rakv_cluster.reuse.selection import (
     at_random,
     everything,
     first_of_runs,
+    important_else_first,
     most_attended,
     most_deviating,
+    most_sensitive,
     nothing,
-    sensitive_else_first,
 )
 
 FRACTIONS = (0.05, 0.15, 0.3)
 MAIN_FRACTION = 0.15
-PLAIN, PROBED = "sensitivity", "question probe"
+PLAIN, PROBED = "stored importance", "question probe"
 """The two selectors of the service."""
+
+CONTROLS = ("random", "sensitivity")
+"""Measured at the main fraction alone."""
 
 KNOWN = ("first tokens", "layer-1 deviation")
 """Selectors of others: EPIC's and CacheBlend's."""
@@ -37,7 +41,8 @@ SELECTORS: Mapping[str, Selector] = {
     "random": at_random(7),
     "first tokens": first_of_runs,
     "layer-1 deviation": most_deviating,
-    PLAIN: sensitive_else_first,
+    "sensitivity": most_sensitive,
+    PLAIN: important_else_first,
     PROBED: most_attended,
 }
 CHARACTERS_PER_TOKEN = 4
@@ -117,7 +122,7 @@ def _measured(case: FidelityCase, fractions: Sequence[float]) -> dict[Arm, Measu
     found = {("none", 0.0): case.measure(nothing, 0.0)}
     for fraction in fractions:
         for name, selector in SELECTORS.items():
-            if name != "random" or fraction == MAIN_FRACTION:
+            if name not in CONTROLS or fraction == MAIN_FRACTION:
                 found[name, fraction] = case.measure(selector, fraction)
     found["all", 1.0] = case.measure(everything, 1.0)
     return found

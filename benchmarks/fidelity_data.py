@@ -63,22 +63,32 @@ def sources(
 def prompts(
     asked: Iterator[Asked], count: int, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> list[FidelityPrompt]:
-    """The first ``count``, rendered as a chat, with orders for the donors drawn from ``seed``."""
+    """The first ``count``, rendered as a chat, with orders for the donors drawn from ``seed``.
+
+    What asked about the donors is the next one's question.
+    """
     renderer, rng = PromptRenderer(tokenizer), np.random.default_rng(seed)
+    drawn = [one for one, _ in zip(asked, range(count), strict=False)]
+    rendered = [
+        renderer.chat(
+            [Message("system", SYSTEM), Message("user", one.question)],
+            [Document(text, name) for name, text in one.documents],
+        )
+        for one in drawn
+    ]
+    questions = [_joined(each.segments[each.documents[-1] + 1 :]) for each in rendered]
     made = []
-    for one, _ in zip(asked, range(count), strict=False):
-        messages = [Message("system", SYSTEM), Message("user", one.question)]
-        documents = [Document(text, name) for name, text in one.documents]
-        rendered = renderer.chat(messages, documents)
-        first, last = rendered.documents[0], rendered.documents[-1]
+    for index, (one, each) in enumerate(zip(drawn, rendered, strict=True)):
+        first, last = each.documents[0], each.documents[-1]
         answer = tokenizer.encode(one.answer, add_special_tokens=False) if one.answer else []
         made.append(
             shuffled_prompt(
-                _joined(rendered.segments[:first]),
-                rendered.segments[first : last + 1],
-                _joined(rendered.segments[last + 1 :]),
+                _joined(each.segments[:first]),
+                each.segments[first : last + 1],
+                questions[index],
                 rng,
-                tuple(answer),
+                answer=tuple(answer),
+                donor_question=questions[(index + 1) % len(questions)],
             )
         )
     return made

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Requirement, table
-from benchmarks.fidelity_cases import KNOWN, MAIN_FRACTION, PLAIN, PROBED, Arm, Figures, ratio
+from benchmarks.fidelity_cases import (
+    CONTROLS,
+    KNOWN,
+    MAIN_FRACTION,
+    PLAIN,
+    PROBED,
+    Arm,
+    Figures,
+    ratio,
+)
 from benchmarks.fidelity_ttft import Times
 from rakv_cluster.reuse.calibrating import Interval, curve, mean_of
 from rakv_cluster.reuse.calibration import Calibration, Choice
@@ -128,7 +137,7 @@ def points(figures: Figures, times: Times) -> list[Point]:
     nothing = Interval(0.0, 0.0, 0.0)
     found = [Point(name, times.speedups[name], nothing) for name in ("no cache", "prefix only")]
     for name, fraction in figures.arms:
-        if name in {"all", "random"}:
+        if name == "all" or name in CONTROLS:
             continue
         extra = {"layer-1 deviation": times.check, PROBED: times.probe}.get(name, 0.0)
         kl = figures.mean((name, fraction), lambda case: case.kl)

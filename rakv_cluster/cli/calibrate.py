@@ -17,7 +17,7 @@ from rakv_cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from rakv_cluster.reuse.calibration import Calibration
-    from rakv_cluster.reuse.fidelity import FidelityPrompt
+    from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
     from rakv_cluster.serving.prompting import PromptRenderer
 
 _SYSTEM = "You are a helpful assistant. Answer from the documents."
@@ -134,7 +134,6 @@ def _prompts(
 ) -> list[FidelityPrompt]:
     """Prompts of six documents of their own each; raises :class:`ConfigError` for too few texts."""
     from rakv_cluster.reuse.calibrating import shuffled_prompt  # noqa: PLC0415
-    from rakv_cluster.serving.template import Document, Message  # noqa: PLC0415
 
     rng = np.random.default_rng(1)
     pieces = list(_pieces(_texts(folder), 4 * tokens, count * _DOCUMENTS))
@@ -147,18 +146,29 @@ def _prompts(
     cases = []
     for start in range(0, count * _DOCUMENTS, _DOCUMENTS):
         chosen = [pieces[index] for index in order[start : start + _DOCUMENTS]]
-        messages = [
-            Message("system", _SYSTEM),
-            Message("user", _QUESTION.format(name=chosen[-1][0])),
-        ]
-        rendered = renderer.chat(messages, [Document(text, name) for name, text in chosen])
-        if not rendered.documents:
-            raise ConfigError("this model's chat template does not keep documents apart")
-        first, last = rendered.documents[0], rendered.documents[-1]
-        segments = rendered.segments
-        front, question = _joined(segments[:first]), _joined(segments[last + 1 :])
-        cases.append(shuffled_prompt(front, segments[first : last + 1], question, rng))
+        # Asked about the last one; the donors were asked about the first.
+        (front, documents, question), (_, _, donor_question) = (
+            _parts(renderer, chosen, name) for name, _ in (chosen[-1], chosen[0])
+        )
+        cases.append(
+            shuffled_prompt(front, documents, question, rng, donor_question=donor_question)
+        )
     return cases
+
+
+def _parts(
+    renderer: PromptRenderer, chosen: Sequence[tuple[str, str]], name: str
+) -> tuple[Ids, tuple[Ids, ...], Ids]:
+    """What stands in front of the documents, they themselves, and the question about ``name``."""
+    from rakv_cluster.serving.template import Document, Message  # noqa: PLC0415
+
+    messages = [Message("system", _SYSTEM), Message("user", _QUESTION.format(name=name))]
+    rendered = renderer.chat(messages, [Document(text, each) for each, text in chosen])
+    if not rendered.documents:
+        raise ConfigError("this model's chat template does not keep documents apart")
+    first, last = rendered.documents[0], rendered.documents[-1]
+    segments = rendered.segments
+    return _joined(segments[:first]), segments[first : last + 1], _joined(segments[last + 1 :])
 
 
 def _pieces(
@@ -191,5 +201,5 @@ def _texts(folder: Path | None) -> Iterator[tuple[str, str]]:
         yield path.stem, path.read_text(encoding="utf-8", errors="ignore")
 
 
-def _joined(segments: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _joined(segments: Sequence[Ids]) -> Ids:
     return tuple(token_id for segment in segments for token_id in segment)

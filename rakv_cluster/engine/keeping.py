@@ -79,6 +79,7 @@ class Keeper:
             buffer=sequence.buffer,
             start=start,
             cost_ms=costs.prefill_ms(start, stop),
+            importance=sequence.importance(start, stop),
         )
 
 

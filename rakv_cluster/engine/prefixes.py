@@ -20,10 +20,12 @@ from rakv_cluster.engine.stats import Counters
 from rakv_cluster.kv.buffer import BufferPool, KvBuffer
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.kv.transfer import Transfer
+from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.assembly import Assembled, LoadJob
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.reuse.flights import RENEW_SHARE, Claimant, Departure, give_up
+from rakv_cluster.reuse.probing import question_start
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkStore
@@ -32,6 +34,10 @@ from rakv_cluster.types import Tier
 
 _SHORTEST_DEADLINE_S = 0.25
 """A load is given at least this long: thread scheduling alone can take some of it."""
+
+
+_WATCHED_SHARE = 0.5
+"""Watching the question takes some thousandths of computing so much of a prompt."""
 
 
 class Prefixes:
@@ -87,6 +93,7 @@ class Prefixes:
         sequence.waiting_since_s = self._clock.monotonic_s()
         sequence.flight_until_s = -1.0
         sequence.one_by_one, sequence.replaying = 0, False
+        sequence.question = UNWATCHED
         sequence.restart_reuse()
         if not sequence.use_store:
             sequence.phase = Phase.RUNNING
@@ -221,6 +228,7 @@ class Prefixes:
         sequence.phase = Phase.RUNNING
         if sequence.remaining <= 1 or now_s < self._store_paused_until_s:
             return
+        self._watch_question(sequence)
         self._keeper.cover(sequence)
         job = LoadJob(
             prompt=sequence.chunked,
@@ -296,6 +304,16 @@ class Prefixes:
         sequence.buffer = new
         self._finish_load(sequence, state, job.departure)
 
+    def _watch_question(self, sequence: Sequence) -> None:
+        """See what the question attends to in a prompt most of which is computed and stored."""
+        layers = self._blender.support.probe.layers
+        cold = sequence.remaining >= _WATCHED_SHARE * sequence.prompt_tokens
+        watched = layers and cold and not sequence.blends and sequence.first_token_s < 0
+        sequence.question = UNWATCHED
+        if watched:
+            first = question_start(sequence.request.prompt)
+            sequence.question = AttentionWatch(layers, first)
+
     def _await_flight(self, sequence: Sequence, departure: Departure) -> None:
         """Look again later if another replica computes the rest and there is time left."""
         if not departure.waits:
@@ -336,6 +354,7 @@ class Prefixes:
             if source.numeric_class != self._numeric_class:
                 sequence.reuse_other_class(position, end)
             position = max(position, end)
+        self._watch_question(sequence)
         self._counters.load_failures += state.failed
         for timing in state.timings:
             self._costs.observe_load(timing.tier, timing.stored_bytes, timing.ms, now_s)

@@ -12,9 +12,10 @@ import numpy as np
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
+from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.assembly import LoadJob
 from rakv_cluster.reuse.blender import Blended
-from rakv_cluster.reuse.selection import Positions, no_positions
+from rakv_cluster.reuse.selection import Floats, Positions, no_positions, unknown
 from rakv_cluster.speculation.speculator import Speculation
 from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode, Tier
 
@@ -42,6 +43,8 @@ class Sequence:
     where they are not simply those that follow: a blended prompt has KV behind some of them. From
     position ``exact_until`` on KV is not what this replica would compute: approximate, or behind
     ``other_class_tokens`` that replicas of another numeric class made.
+
+    ``question`` watches the end of a prompt that is computed exactly, to learn what matters in it.
 
     ``chunked`` covers ``ids`` up to a recent point; its chunks from index ``next_save`` on are not
     offered to the store yet, and those from ``prompt_chunks`` on hold generated tokens.
@@ -71,6 +74,7 @@ class Sequence:
     to_compute: Positions = field(default_factory=no_positions)
     exact_until: int = _EVERYWHERE
     other_class_tokens: int = 0
+    question: AttentionWatch = UNWATCHED
     blended: Blended = field(default_factory=Blended)
     claimed: tuple[Chunk, ...] = ()
     lease_s: float = 0.0
@@ -153,6 +157,21 @@ class Sequence:
     def probing(self) -> bool:
         """Whether a first pass runs, after which prompt positions are computed again."""
         return self.blended.probe.pending
+
+    @property
+    def watch(self) -> AttentionWatch:
+        """Who is told what the rows of its next step attend to."""
+        if self.probing:
+            return self.blended.probe.watch
+        return self.question if self.first_token_s < 0 else UNWATCHED
+
+    def importance(self, start: int, stop: int) -> Floats:
+        """What the prompt's question attended to of ``[start, stop)``; empty if that was not
+        watched, or they are part of it."""
+        if not self.question.rows or stop > self.question.first_position:
+            return unknown(0)
+        figures: Floats = self.question.figures(stop).numpy()[start:]
+        return figures
 
     def advance(self, rows: int) -> None:
         """The next ``rows`` positions are computed."""

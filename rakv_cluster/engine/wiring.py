@@ -50,7 +50,7 @@ class Reuse:
             numeric_class=self.numeric_class,
             queue_bytes=self.settings.save_queue_bytes,
             settle_s=self.settings.settle_s,
-            learn_sensitivity=not self.blending.rotation.refusal,
+            learns=not self.blending.rotation.refusal,
         )
 
     def prefixes(

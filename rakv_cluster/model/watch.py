@@ -12,14 +12,16 @@ import torch
 
 
 class AttentionWatch:
-    """Sums what rows at positions from ``first_position`` on attend to in ``layers``.
+    """Sees what rows at positions from ``first_position`` on attend to in ``layers``.
 
-    The weight of a slot is the largest over heads, summed over rows and layers.
+    The weight of a slot is the largest over heads, the mean over rows and layers. ``rows`` counts
+    rows seen, in each layer.
     """
 
     def __init__(self, layers: Iterable[int], first_position: int = 0) -> None:
         self.layers = frozenset(layers)
         self.first_position = first_position
+        self.rows = 0
         self._sums = torch.zeros(0)
 
     def observe(
@@ -50,11 +52,12 @@ class AttentionWatch:
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).amax(0).sum(0)
         self._reserve(stop, weights.device)
         self._sums[:stop] += weights
+        self.rows += count
 
     def figures(self, slots: int) -> torch.Tensor:
         """What was seen of slots ``[0, slots)``: float32 on the CPU, 0 where nothing was."""
         self._reserve(slots, self._sums.device)
-        return self._sums[:slots].cpu()
+        return self._sums[:slots].cpu() / max(self.rows, 1)
 
     def _reserve(self, slots: int, device: torch.device) -> None:
         if len(self._sums) < slots:

@@ -29,8 +29,8 @@ from rakv_cluster.reuse.calibration import Calibration, Choice, refused
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import usable
 from rakv_cluster.reuse.probing import NO_PROBE, NOT_PROBED, Probe, ProbeSettings
-from rakv_cluster.reuse.selection import Positions, Selector, no_positions, sensitive_else_first
-from rakv_cluster.reuse.sensitivity import known
+from rakv_cluster.reuse.selection import Positions, Selector, important_else_first, no_positions
+from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.base import ChunkStore, LoadItem
 from rakv_cluster.types import BlendWish, ChunkedPrompt
 
@@ -43,7 +43,7 @@ class BlendSupport:
 
     rotation: KeyRotation
     calibration: Calibration = field(default_factory=Calibration)
-    selector: Selector = sensitive_else_first
+    selector: Selector = important_else_first
     probe: ProbeSettings = NOT_PROBED
 
 
@@ -156,7 +156,11 @@ class Blender:
         if not loads:
             return Blended(reason="the store delivered nothing")
         contents = [load.token_ids for load in loads]
-        reused = reused_positions(loads, known(prompt.namespace, contents, self.store))
+        sensitivity, importance = (
+            known(prompt.namespace, trait, contents, self.store)
+            for trait in (Trait.SENSITIVITY, Trait.IMPORTANCE)
+        )
+        reused = reused_positions(loads, sensitivity, importance)
         count = round(choice.fraction * len(reused.positions))
         repaired = self.support.selector(reused, count)
         blended = Blended(

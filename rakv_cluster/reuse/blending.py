@@ -107,8 +107,11 @@ def content_hits(
     return tuple(sorted(hits, key=lambda hit: hit.start))
 
 
-def reused_positions(loads: Sequence[DonorLoad], sensitivity: Sequence[Floats]) -> Reused:
-    """The positions that ``loads`` (at least one) fill; ``sensitivity`` has an array per load."""
+def reused_positions(
+    loads: Sequence[DonorLoad], sensitivity: Sequence[Floats], importance: Sequence[Floats]
+) -> Reused:
+    """The positions that ``loads`` (at least one) fill; what is known of their tokens has an array
+    per load."""
     positions, offsets = [], []
     offset = 0
     for index, load in enumerate(loads):
@@ -122,6 +125,7 @@ def reused_positions(loads: Sequence[DonorLoad], sensitivity: Sequence[Floats]) 
         where,
         np.concatenate(offsets),
         np.concatenate(list(sensitivity)),
+        np.concatenate(list(importance)),
         deviation=unknown(len(where)),
         attention=unknown(len(where)),
     )

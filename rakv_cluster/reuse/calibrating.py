@@ -13,7 +13,7 @@ from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.calibration import CurvePoint
 from rakv_cluster.reuse.fidelity import FidelityCase, FidelityPrompt, Ids, Measured
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
-from rakv_cluster.reuse.selection import Selector, sensitive_else_first
+from rakv_cluster.reuse.selection import Selector, important_else_first
 
 FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.55)
 _RESAMPLES = 2000
@@ -47,7 +47,13 @@ def mean_of(values: Sequence[float]) -> Interval:
 
 
 def shuffled_prompt(
-    front: Ids, documents: Sequence[Ids], question: Ids, rng: np.random.Generator, answer: Ids = ()
+    front: Ids,
+    documents: Sequence[Ids],
+    question: Ids,
+    rng: np.random.Generator,
+    *,
+    answer: Ids = (),
+    donor_question: Ids = (),
 ) -> FidelityPrompt:
     """A case's prompt; the donors' two orders are drawn such that neither starts as the prompt."""
     count = len(documents)
@@ -58,7 +64,9 @@ def shuffled_prompt(
             orders.append(order)
         elif count == 2:
             orders.append((1, 0))
-    return FidelityPrompt(front, tuple(documents), question, orders[0], orders[1], answer)
+    return FidelityPrompt(
+        front, tuple(documents), question, orders[0], orders[1], answer, donor_question
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ def measure_curves(
     prompts: Sequence[FidelityPrompt],
     ends: frozenset[int],
     *,
-    selector: Selector = sensitive_else_first,
+    selector: Selector = important_else_first,
     probe: ProbeSettings = NOT_PROBED,
     fractions: Sequence[float] = FRACTIONS,
 ) -> Iterator[Curves]:

@@ -34,7 +34,8 @@ class FidelityPrompt:
     """``front``, then ``documents``, then ``question`` (not empty); ``answer`` may be empty.
 
     The donors' KV stems from the prompt with the documents in the order ``donor_order``;
-    ``other_order`` is another one, by which sensitivity is learned.
+    ``other_order`` is another one, by which sensitivity is learned. Importance is learned from
+    ``donor_question``, which stood behind the donors (empty: it is not known).
     """
 
     front: Ids
@@ -43,6 +44,7 @@ class FidelityPrompt:
     donor_order: tuple[int, ...]
     other_order: tuple[int, ...]
     answer: Ids = ()
+    donor_question: Ids = ()
 
     @property
     def ids(self) -> Ids:
@@ -103,11 +105,12 @@ class FidelityCase:
         self.reference, self._logits = self._continue(exact, first, ends)
         self._answer_logp = self._score(exact, self._logits[:1])
         donor_buffer = self._in_order(prompt.donor_order)
+        importance = self._importance(donor_buffer, probe)
         self.reordered_answer_logp = self._reordered_score(donor_buffer)
         donors = _donated(donor_buffer, prompt, prompt.donor_order)
         others = _donated(self._in_order(prompt.other_order), prompt, prompt.other_order)
         self._moved = _moved(exact, donors, prompt, rotation)
-        reused = _reused(prompt, exact, donors, others, self._moved)
+        reused = _reused(prompt, exact, donors, others, self._moved, importance=importance)
         self.reused = self._probed(reused, probe) if probe.layers else reused
 
     @property
@@ -135,6 +138,22 @@ class FidelityCase:
         buffer = _buffer(self._runner, self._room)
         _compute(self._runner, buffer, ids, np.arange(len(ids)), [])
         return buffer
+
+    def _importance(self, buffer: KvBuffer, settings: ProbeSettings) -> Floats:
+        """What the donors' question attends to of each document's tokens, in the prompt's order.
+
+        Overwrites slots behind the documents.
+        """
+        prompt, stop = self._prompt, self._prompt.places[-1][1]
+        if not prompt.donor_question or not settings.layers:
+            return unknown(stop - len(prompt.front))
+        question = prompt.donor_question[: buffer.capacity - stop]
+        ids = (*self._ids[:stop], *question)
+        watch = AttentionWatch(settings.layers, stop)
+        _compute(self._runner, buffer, ids, np.arange(stop, len(ids)), [], watch=watch)
+        seen: Floats = watch.figures(stop).numpy()
+        places = _places_in(prompt, prompt.donor_order)
+        return np.concatenate([seen[start:end] for start, end in places])
 
     def _reordered_score(self, buffer: KvBuffer) -> float:
         """The answer's where the documents keep the donors' order. Computes the question."""
@@ -233,16 +252,18 @@ def _compute(
     return torch.cat(parts)
 
 
+def _places_in(prompt: FidelityPrompt, order: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions of each document where they stand in that order."""
+    lengths = [len(prompt.documents[index]) for index in order]
+    by_document = dict(zip(order, _places(len(prompt.front), lengths), strict=True))
+    return [place for _, place in sorted(by_document.items())]
+
+
 def _donated(
     buffer: KvBuffer, prompt: FidelityPrompt, order: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
     """Where each document stands in ``buffer``, which has them in that order, and its KV."""
-    lengths = [len(prompt.documents[index]) for index in order]
-    by_document = dict(zip(order, _places(len(prompt.front), lengths), strict=True))
-    return [
-        (start, buffer.slots(start, stop).clone())
-        for _, (start, stop) in sorted(by_document.items())
-    ]
+    return [(start, buffer.slots(start, stop).clone()) for start, stop in _places_in(prompt, order)]
 
 
 def _moved(
@@ -268,6 +289,8 @@ def _reused(
     donors: Sequence[tuple[int, torch.Tensor]],
     others: Sequence[tuple[int, torch.Tensor]],
     moved: KvBuffer,
+    *,
+    importance: Floats,
 ) -> Reused:
     """All documents' positions and what selectors may know of them."""
     dtype = kv_dtype(exact.data.dtype)
@@ -284,8 +307,9 @@ def _reused(
         np.concatenate([np.arange(start, stop) for start, stop in prompt.places]),
         np.concatenate([np.arange(stop - start) for start, stop in prompt.places]),
         np.concatenate(figures),
+        importance,
         np.concatenate(deviations),
-        unknown(sum(map(len, figures))),
+        unknown(len(importance)),
     )
 
 

@@ -20,10 +20,16 @@ from rakv_cluster.reuse.selection import (
     nothing,
     unknown,
 )
+from rakv_cluster.types import ChunkedPrompt
 
 _QUESTION_TOKENS = 64
 """At most so many of the last tokens are watched: what stands behind the documents is a question,
 or ends in one."""
+
+
+def question_start(prompt: ChunkedPrompt) -> int:
+    """Where what stands behind a prompt's documents begins, or its last tokens if that is long."""
+    return max(prompt.segment_start, len(prompt.token_ids) - _QUESTION_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,8 @@ NOT_PROBED = ProbeSettings()
 
 
 def probe_settings(layers: int) -> ProbeSettings:
-    """For a model of so many layers."""
-    return ProbeSettings(tuple(range(layers // 3, layers)))
+    """For a model of so many layers: every other one of the upper two thirds."""
+    return ProbeSettings(tuple(range(layers // 3, layers, 2)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +97,5 @@ class Probe:
 
 
 _NONE = np.empty(0, dtype=np.int64)
-NO_PROBE = Probe(
-    UNWATCHED, nothing, Reused(_NONE, _NONE, unknown(0), unknown(0), unknown(0)), 0, 0, 0
-)
+NO_PROBE = Probe(UNWATCHED, nothing, Reused(_NONE, _NONE, *[unknown(0)] * 4), 0, 0, 0)
 """Nothing to run."""

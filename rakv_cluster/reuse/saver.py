@@ -13,7 +13,9 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.kv.transfer import HostCopy, Transfer
+from rakv_cluster.reuse.selection import Floats
 from rakv_cluster.reuse.sensitivity import learn
+from rakv_cluster.reuse.traits import Trait, is_known, keep
 from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.base import ChunkRecord, ChunkStore
 
@@ -47,8 +49,9 @@ class Saver:
         numeric_class: str,
         queue_bytes: int,
         settle_s: float,
-        learn_sensitivity: bool = False,
+        learns: bool = False,
     ) -> None:
+        """If it ``learns``, it keeps what the tokens of new contents are found to be like."""
         self._store = store
         self._layout = layout
         self._workers = workers
@@ -57,7 +60,7 @@ class Saver:
         self._numeric_class = numeric_class
         self._queue_bytes = queue_bytes
         self._settle_s = settle_s
-        self._learn_sensitivity = learn_sensitivity
+        self._learns = learns
         self.openings = Openings()
         self._lock = threading.Condition()
         self._pending: dict[bytes, _Pending] = {}
@@ -89,8 +92,12 @@ class Saver:
         buffer: KvBuffer,
         start: int,
         cost_ms: float,
+        importance: Floats,
     ) -> None:
-        """Copy ``buffer``'s slots from ``start`` on (all of them verified) and queue the record."""
+        """Copy ``buffer``'s slots from ``start`` on (all of them verified) and queue the record.
+
+        ``importance`` is what a question behind attended to of them, empty if that is not known.
+        """
         nbytes = len(token_ids) * self._layout.bytes_per_token
         with self._lock:
             if self._queued_bytes + nbytes > self._queue_bytes:
@@ -111,7 +118,7 @@ class Saver:
             created_s=self._clock.wall_s(),
         )
         copy = self._transfer.to_host(buffer.slots(start, start + len(token_ids)))
-        if not self._workers.submit(lambda: self._save(key, record, copy, nbytes)):
+        if not self._workers.submit(lambda: self._save(key, record, copy, nbytes, importance)):
             self._finish(key, nbytes, taken=0, dropped=1)
 
     def settle(self, keys: Sequence[bytes]) -> None:
@@ -130,7 +137,12 @@ class Saver:
             )
 
     def _save(
-        self, key: bytes, make: Callable[..., ChunkRecord], copy: HostCopy, nbytes: int
+        self,
+        key: bytes,
+        make: Callable[..., ChunkRecord],
+        copy: HostCopy,
+        nbytes: int,
+        importance: Floats,
     ) -> None:
         taken, dropped = 0, 0
         try:
@@ -139,8 +151,10 @@ class Saver:
             if not self._stored(record):
                 taken = self._store.put([record])
                 dropped = 1 - taken
-                if self._learn_sensitivity:
+                if self._learns:
                     learn(record, self._store)
+                    if len(importance) and not is_known(record, Trait.IMPORTANCE, self._store):
+                        keep(record, Trait.IMPORTANCE, importance, self._store)
         except Exception:  # the boundary to any store: it never breaks a request
             log.warning("a store failed in put; the chunk is not stored", exc_info=True)
             dropped = 1

@@ -33,14 +33,16 @@ class Reused:
 
     ``offsets`` count tokens from the start of the position's run: KV that was computed in one piece
     and moved by one distance. ``sensitivity`` says how much the token's values change with what
-    stands in front (see :mod:`rakv_cluster.reuse.sensitivity`), ``deviation`` how much its values
-    in the second layer differ from recomputed ones (CacheBlend's measure), ``attention`` how much
-    the text behind the reused positions attends to it; NaN where not known.
+    stands in front (see :mod:`rakv_cluster.reuse.sensitivity`), ``importance`` how much another
+    question attended to it when it was computed, ``attention`` how much this prompt's does, and
+    ``deviation`` how much its values in the second layer differ from recomputed ones (CacheBlend's
+    measure); NaN where not known.
     """
 
     positions: Positions
     offsets: Positions
     sensitivity: Floats
+    importance: Floats
     deviation: Floats
     attention: Floats
 
@@ -50,6 +52,7 @@ class Reused:
             self.positions[mask],
             self.offsets[mask],
             self.sensitivity[mask],
+            self.importance[mask],
             self.deviation[mask],
             self.attention[mask],
         )
@@ -85,10 +88,13 @@ def most_deviating(reused: Reused, count: int) -> Positions:
 
 
 def most_attended(reused: Reused, count: int) -> Positions:
-    """By attention times the root of sensitivity, which counts as average where it is not known
-    (it is relative to its mean)."""
-    sensitivity = np.nan_to_num(reused.sensitivity, nan=1.0)
-    return _lowest(reused, -reused.attention * np.sqrt(sensitivity), count)
+    """By the question's attention times the root of sensitivity."""
+    return _lowest(reused, -reused.attention * _root_of_sensitivity(reused), count)
+
+
+def most_important(reused: Reused, count: int) -> Positions:
+    """By importance times the root of sensitivity; positions where it is not known come last."""
+    return _lowest(reused, -reused.importance * _root_of_sensitivity(reused), count)
 
 
 def at_random(seed: int) -> Selector:
@@ -101,13 +107,13 @@ def at_random(seed: int) -> Selector:
     return select
 
 
-def sensitive_else_first(reused: Reused, count: int) -> Positions:
-    """The default: by sensitivity where it is known; elsewhere the first tokens of runs, for which
-    their share of ``count`` is set aside."""
-    unknown = np.isnan(reused.sensitivity)
-    share = round(count * float(unknown.mean())) if len(unknown) else 0
-    first = first_of_runs(reused.part(unknown), share)
-    best = most_sensitive(reused.part(~unknown), count - len(first))
+def important_else_first(reused: Reused, count: int) -> Positions:
+    """The default without a probe: the most important where that is known; elsewhere the first
+    tokens of runs, for which their share of ``count`` is set aside."""
+    unseen = np.isnan(reused.importance)
+    share = round(count * float(unseen.mean())) if len(unseen) else 0
+    first = first_of_runs(reused.part(unseen), share)
+    best = most_important(reused.part(~unseen), count - len(first))
     return np.sort(np.concatenate([first, best]))
 
 
@@ -116,9 +122,16 @@ SELECTORS: Mapping[str, Selector] = {
     "first": first_of_runs,
     "deviation": most_deviating,
     "sensitivity": most_sensitive,
+    "importance": most_important,
     "attention": most_attended,
     "all": everything,
 }
+
+
+def _root_of_sensitivity(reused: Reused) -> Floats:
+    """1 where it is not known: it is relative to its mean."""
+    root: Floats = np.sqrt(np.nan_to_num(reused.sensitivity, nan=1.0))
+    return root
 
 
 def _lowest(reused: Reused, order: Floats, count: int) -> Positions:

@@ -41,11 +41,12 @@ def ids() -> torch.Tensor:
 
 
 def stock_attention(model: PreTrainedModel) -> torch.Tensor:
-    """Largest over heads, summed over rows from ``FIRST`` on and over ``LAYERS``: ``[LENGTH]``."""
+    """Largest over heads, the mean over rows from ``FIRST`` on and ``LAYERS``: ``[LENGTH]``."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         out = model(input_ids=ids()[None], output_attentions=True)
-    return sum(out.attentions[layer][0].amax(0)[FIRST:].sum(0) for layer in LAYERS)
+    seen = [out.attentions[layer][0].amax(0)[FIRST:].mean(0) for layer in LAYERS]
+    return torch.stack(seen).mean(0)
 
 
 def run(runner: Runner, buffer: KvBuffer, positions: torch.Tensor, watch: AttentionWatch) -> None:

@@ -19,7 +19,7 @@ from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.selection import first_of_runs
-from rakv_cluster.reuse.sensitivity import known
+from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
@@ -165,9 +165,9 @@ def test_a_second_prefix_teaches_sensitivity(subject: Subject) -> None:
     )
     (chunk,) = engine.prompt(FIRST[:16], QUESTION).chunks
     ask(engine, SYSTEM, FIRST[:16], QUESTION)
-    (before,) = known(NAMESPACE, [chunk.token_ids], store)
+    (before,) = known(NAMESPACE, Trait.SENSITIVITY, [chunk.token_ids], store)
     ask(engine, THIRD, FIRST[:16], QUESTION)
-    (after,) = known(NAMESPACE, [chunk.token_ids], store)
+    (after,) = known(NAMESPACE, Trait.SENSITIVITY, [chunk.token_ids], store)
 
     assert np.isnan(before).all()
     assert after.shape == (16,)

@@ -7,22 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.llama import llama_weights
 from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.runner import TransformersRunner
-from rakv_cluster.model.step import Runner
+from rakv_cluster.model.step import Runner, Span, Step
+from rakv_cluster.model.watch import AttentionWatch
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
 from rakv_cluster.reuse.selection import Positions, Reused, most_attended, no_positions
+from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
-from rakv_cluster.testing.engine import EngineHarness, Recording
+from rakv_cluster.testing.engine import NAMESPACE, EngineHarness, Recording
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 from rakv_cluster.types import BlendWish, ReuseMode
 
@@ -58,14 +62,16 @@ class Note:
 class Subject:
     def __init__(self, model: PreTrainedModel, runner: Runner) -> None:
         self.runner, self.rotation = runner, key_rotation(model, runner)
+        self.store = MemoryStore(1 << 28, ManualClock())
 
     def engine(self, support: BlendSupport, *, rows: int = 512) -> EngineHarness:
         """One that has seen both documents the other way round."""
         clock = ManualClock()
+        self.store = MemoryStore(1 << 28, clock)
         settings = replace(EngineSettings(price_loads=False), max_step_tokens=rows)
         engine = EngineHarness(
             self.runner,
-            MemoryStore(1 << 28, clock),
+            self.store,
             clock,
             settings=settings,
             limits=LIMITS,
@@ -73,6 +79,13 @@ class Subject:
         )
         engine.run(engine.ask(engine.prompt(SYSTEM, FIRST, SECOND, QUESTION), TOKENS))
         return engine
+
+    def importance(self, engine: EngineHarness, *segments: list[int]) -> dict[int, np.ndarray]:
+        """What the last engine's store knows of each chunk of a prompt, by its start."""
+        chunks = engine.prompt(*segments).chunks
+        contents = [chunk.token_ids for chunk in chunks]
+        found = known(NAMESPACE, Trait.IMPORTANCE, contents, self.store)
+        return {chunk.start: each for chunk, each in zip(chunks, found, strict=True)}
 
     def probed(self, selector: Callable[[Reused, int], Positions]) -> BlendSupport:
         layers = tuple(range(self.runner.layout.layers))
@@ -128,9 +141,9 @@ def test_the_selector_knows_the_questions_attention_to_every_position(subject: S
     blend(subject.engine(subject.probed(note)))
 
     (reused,) = note.reused
-    # The reused share of nine rows' attention in two layers, the largest of four heads each.
+    # The reused share of a row's attention, the largest of four heads each.
     assert (reused.attention > 0).all()
-    assert 0 < reused.attention.sum() < 2 * 4 * len(QUESTION)
+    assert 0 < reused.attention.sum() < 4
 
 
 def test_repaired_wholly_it_is_exact(subject: Subject) -> None:
@@ -182,3 +195,54 @@ def test_a_probe_that_costs_too_large_a_part_is_left_out(share: float, selection
 
     assert len(note.reused) == selections
     assert not NOT_PROBED.layers
+
+
+def test_what_a_question_attends_to_is_learned_while_its_prompt_is_computed(
+    subject: Subject,
+) -> None:
+    engine = subject.engine(subject.probed(Note()))
+
+    found = subject.importance(engine, SYSTEM, FIRST, SECOND, QUESTION)
+
+    ids = torch.tensor([*SYSTEM, *FIRST, *SECOND, *QUESTION])
+    start = len(ids) - len(QUESTION)
+    watch = AttentionWatch(range(subject.runner.layout.layers), start)
+    span = Span(KvBuffer(torch.zeros(subject.runner.layout.shape(192))), 0, len(ids), 0,
+                len(ids) - 1, watch)  # fmt: skip
+    wanted = torch.tensor([], dtype=torch.int64)
+    subject.runner.forward(Step(ids, torch.arange(len(ids)), (span,), wanted))
+    expected = watch.figures(len(ids)).numpy()
+    assert min(found) == 0
+    assert max(found) < start
+    for at, figures in found.items():
+        np.testing.assert_allclose(figures, expected[at : at + len(figures)], rtol=1e-3, atol=1e-6)
+
+
+def test_a_prompt_that_is_mostly_cached_is_not_watched(subject: Subject) -> None:
+    engine = subject.engine(subject.probed(Note()))
+    longer = (SYSTEM, FIRST, SECOND, NEW, QUESTION)
+
+    engine.run(engine.ask(engine.prompt(*longer), TOKENS))
+
+    found = subject.importance(engine, *longer)
+    behind = len(SYSTEM) + len(FIRST) + len(SECOND)
+    assert all(np.isnan(figures).all() == (at >= behind) for at, figures in found.items())
+
+
+def test_without_watched_layers_nothing_is_learned(subject: Subject) -> None:
+    engine = subject.engine(BlendSupport(subject.rotation))
+
+    found = subject.importance(engine, SYSTEM, FIRST, SECOND, QUESTION)
+
+    assert all(np.isnan(figures).all() for figures in found.values())
+
+
+def test_the_default_repairs_what_earlier_questions_attended_to(subject: Subject) -> None:
+    note = Note()
+    support = replace(subject.probed(note), selector=note)
+
+    blend(subject.engine(support), probe=False)
+
+    (reused,) = note.reused
+    assert (reused.importance > 0).all()
+    assert np.isnan(reused.attention).all()

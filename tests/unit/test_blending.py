@@ -35,12 +35,15 @@ from rakv_cluster.reuse.calibration import (
 from rakv_cluster.reuse.selection import (
     SELECTORS,
     Reused,
+    Selector,
     at_random,
     first_of_runs,
+    important_else_first,
     most_attended,
     most_deviating,
+    most_important,
     most_sensitive,
-    sensitive_else_first,
+    unknown,
 )
 from rakv_cluster.store.base import Found
 from rakv_cluster.types import ChunkedPrompt, Tier
@@ -125,7 +128,8 @@ def load(start: int, length: int, donor_start: int) -> DonorLoad:
 def test_offsets_go_on_through_a_run_and_start_again_behind_a_gap_or_another_move() -> None:
     loads = [load(4, 3, 10), load(7, 2, 13), load(9, 2, 40), load(15, 2, 46)]
 
-    reused = reused_positions(loads, [np.zeros(len(each.token_ids)) for each in loads])
+    figures = [np.zeros(len(each.token_ids), np.float32) for each in loads]
+    reused = reused_positions(loads, figures, figures)
 
     assert reused.positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 15, 16]
     assert reused.offsets.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1]
@@ -151,7 +155,7 @@ def reused_sets(draw: st.DrawFn) -> Reused:
     scores = st.one_of(st.just(float("nan")), st.floats(0, 10, width=32))
     figures = [
         np.array(draw(st.lists(scores, min_size=len(positions), max_size=len(positions))))
-        for _ in range(3)
+        for _ in range(4)
     ]
     return Reused(
         np.array(positions, dtype=np.int64),
@@ -165,7 +169,8 @@ SPENDING = {
     "sensitivity": most_sensitive,
     "deviation": most_deviating,
     "random": at_random(3),
-    "default": sensitive_else_first,
+    "default": important_else_first,
+    "importance": most_important,
     "attention": most_attended,
 }
 
@@ -191,23 +196,34 @@ def test_no_unchosen_token_is_more_sensitive(reused: Reused, count: int) -> None
 
 
 def test_the_first_tokens_of_each_run_come_before_second_ones() -> None:
-    reused = reused_positions(
-        [load(4, 3, 10), load(10, 3, 40)], [np.zeros(3, np.float32), np.zeros(3, np.float32)]
-    )
+    figures = [np.zeros(3, np.float32)] * 2
+    reused = reused_positions([load(4, 3, 10), load(10, 3, 40)], figures, figures)
 
     assert first_of_runs(reused, 3).tolist() == [4, 5, 10]
 
 
 def test_the_default_keeps_first_tokens_their_share_where_nothing_is_known() -> None:
-    unknown = np.full(4, np.nan, dtype=np.float32)
-    sensitive = np.array([0, 1, 3, 2], dtype=np.float32)
-    reused = reused_positions([load(4, 4, 10), load(10, 4, 40)], [unknown, sensitive])
+    important = np.array([0, 1, 3, 2], dtype=np.float32)
+    reused = reused_positions(
+        [load(4, 4, 10), load(10, 4, 40)], [unknown(4)] * 2, [unknown(4), important]
+    )
 
-    assert sensitive_else_first(reused, 4).tolist() == [4, 5, 12, 13]
+    assert important_else_first(reused, 4).tolist() == [4, 5, 12, 13]
+
+
+@pytest.mark.parametrize("selector", [most_important, most_attended])
+def test_attention_counts_as_far_as_the_token_is_sensitive(selector: Selector) -> None:
+    """Scores of 2, 6, 4 and, where sensitivity is not known, 5."""
+    attention = np.array([2, 2, 4, 5], np.float32)
+    sensitivity = np.array([1, 9, 1, np.nan], np.float32)
+    reused = reused_positions([load(4, 4, 10)], [sensitivity], [attention])
+    reused = replace(reused, attention=attention)
+
+    assert selector(reused, 2).tolist() == [5, 7]
 
 
 def test_the_controls_repair_nothing_and_everything() -> None:
-    reused = reused_positions([load(4, 3, 10)], [np.zeros(3, np.float32)])
+    reused = reused_positions([load(4, 3, 10)], *[[np.zeros(3, np.float32)]] * 2)
 
     assert SELECTORS["none"](reused, 2).tolist() == []
     assert SELECTORS["all"](reused, 2).tolist() == [4, 5, 6]
