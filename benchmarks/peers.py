@@ -42,6 +42,7 @@ from benchmarks.peers_adapters import (
     Peer,
     Prompt,
     Rakv,
+    RakvService,
     Said,
     Transformers,
     TransformersPrefix,
@@ -54,8 +55,8 @@ from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.serving import template
 from rakv_cluster.serving.prompting import PromptRenderer
 
-OURS = "rakv"
-TOKENS, NGRAM = 24, 8
+OURS, REORDER = "rakv", "rakv (reorder)"
+TOKENS, NGRAM = 16, 8
 SAME = 0.999
 """Mean agreement from which on a peer counts as one of equal fidelity."""
 LINES = ("cold", "same prefix", "reordered", "new in front", "restart")
@@ -85,8 +86,10 @@ class Bench:
         renderer: PromptRenderer,
         decode: Callable[[Sequence[int]], str],
         peers: Sequence[Peer],
+        service: RakvService,
     ) -> None:
         self.renderer, self.peers, self._decode = renderer, list(peers), decode
+        self._service = service
         self.weights = {peer.name: peer.weights for peer in peers}
         self.measured: list[Measured] = []
         self.skipped: dict[str, str] = {}
@@ -105,6 +108,7 @@ class Bench:
 
     def line(self, name: str, prompt: Prompt, tokens: int, *, speculate: bool = False) -> None:
         """Every peer answers once; who begins rotates."""
+        print(f"{name} ...", file=sys.stderr, flush=True)
         self._turn += 1
         at = self._turn % len(self.peers)
         for peer in self.peers[at:] + self.peers[:at]:
@@ -113,6 +117,7 @@ class Bench:
 
     def restart(self) -> None:
         """Restart each; one that cannot be is asked no more."""
+        self._service.restart()
         for peer in tuple(self.peers):
             try:
                 peer.restart()
@@ -154,30 +159,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     renderer = PromptRenderer(tokenizer)
     # Text as the service makes it: special tokens stand for none.
-    peers, skipped = _peers(model, names, renderer.token_bytes.text)
+    service = RakvService(model, ("exact", "reorder"))
+    peers, skipped = _peers(service, names, renderer.token_bytes.text)
     try:
-        bench = Bench(renderer, tokenizer.decode, peers)
+        bench = Bench(renderer, tokenizer.decode, peers, service)
         bench.skipped |= skipped
-        decode = _tasks(bench, corpus.sets[-1], 32 if options.short else 128)
-        at_once = _together(bench, corpus.sets, 16 if options.short else 48)
+        decode = _tasks(bench, corpus.sets[-1], 16 if options.short else 128)
+        at_once = _together(bench, corpus.sets, 8 if options.short else 48)
         _ttft(bench, corpus.sets[:-1])
     finally:
-        for peer in peers:
-            peer.close()
+        for closing in (*peers, service):
+            closing.close()
     return _report(options, bench, decode, at_once, corpus.origin)
 
 
 def _peers(
-    model: str, names: argparse.Namespace, decode: Callable[[Sequence[int]], str]
+    service: RakvService, names: argparse.Namespace, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[Peer], dict[str, str]]:
     torch.set_num_threads(names.threads or torch.get_num_threads())
-    plain = Transformers(model, decode)
+    plain = Transformers(service.model, decode)
     peers: list[Peer] = [plain, TransformersPrefix(plain, decode)]
     skipped: dict[str, str] = {}
     makers: dict[str, Callable[[], Peer]] = {
-        "kvboost": lambda: KvBoost(model),
-        OURS: lambda: Rakv(model, OURS),
-        f"{OURS} (reorder)": lambda: Rakv(model, f"{OURS} (reorder)", reuse="reorder"),
+        "kvboost": lambda: KvBoost(service.model),
+        OURS: lambda: Rakv(service, OURS, "exact"),
+        REORDER: lambda: Rakv(service, REORDER, "reorder", reuse="reorder"),
     }
     if names.url:
         makers[names.url] = lambda: OpenAiServer(names.url, names.url_model)

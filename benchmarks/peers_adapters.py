@@ -25,6 +25,7 @@ from rakv_cluster.cli.local_service import local_service
 from rakv_cluster.client import Client, Document
 from rakv_cluster.client.retries import NO_RETRIES
 from rakv_cluster.clock import SystemClock
+from rakv_cluster.serving.keys import KeyTable, new_key, write_table
 
 CLOCK = SystemClock()
 
@@ -257,30 +258,20 @@ class OpenAiServer:
         self._http.close()
 
 
-class Rakv:
-    """This service over HTTP, with its store on disk; ``fields`` go with every request."""
+class RakvService:
+    """This service over HTTP, with its store on disk, for several peers that share nothing: each
+    is a tenant."""
 
-    def __init__(self, model: str, name: str, **fields: Any) -> None:
-        self.name = name
-        self.weights = f"{model}, float32"
-        self._model, self._fields = model, fields
+    def __init__(self, model: str, tenants: Sequence[str]) -> None:
+        self.model = model
+        made = {tenant: new_key(tenant, admin=False) for tenant in tenants}
+        self.keys = {tenant: key for tenant, (key, _) in made.items()}
         self._folder = tempfile.TemporaryDirectory(prefix="rakv-peers-")
+        self._path = Path(self._folder.name)
+        table = KeyTable({entry.id: entry for _, entry in made.values()})
+        write_table(self._path / "keys.yaml", table)
         self._up = ExitStack()
         self._start()
-
-    def ask(self, prompt: Prompt, tokens: int, *, speculate: bool = False) -> Said:
-        """As its users ask: the documents apart from the question."""
-        with Client(self._url, retries=NO_RETRIES, clock=CLOCK) as client:
-            answer = client.chat(
-                prompt.question,
-                documents=prompt.documents,
-                max_tokens=tokens,
-                temperature=0,
-                ignore_eos=True,
-                speculation="auto" if speculate else "off",
-                **self._fields,
-            )
-        return Said(answer.text, answer.ttft_s, answer.total_s, answer.output_tokens)
 
     def restart(self) -> None:
         """The whole service, in order."""
@@ -293,9 +284,43 @@ class Rakv:
         self._folder.cleanup()
 
     def _start(self) -> None:
-        flags = {"model": self._model, "store-dir": str(Path(self._folder.name) / "store")}
-        log = Path(self._folder.name) / "serve.log"
-        self._url = self._up.enter_context(local_service(flags, log=log, clock=CLOCK)).base_url
+        flags = {
+            "model": self.model,
+            "store-dir": str(self._path / "store"),
+            "api-keys-file": str(self._path / "keys.yaml"),
+        }
+        log = self._path / "serve.log"
+        self.url = self._up.enter_context(local_service(flags, log=log, clock=CLOCK)).base_url
+
+
+class Rakv:
+    """One tenant of the service; ``fields`` go with every request."""
+
+    def __init__(self, service: RakvService, name: str, tenant: str, **fields: Any) -> None:
+        self.name = name
+        self.weights = f"{service.model}, float32"
+        self._service, self._tenant, self._fields = service, tenant, fields
+
+    def ask(self, prompt: Prompt, tokens: int, *, speculate: bool = False) -> Said:
+        """As its users ask: the documents apart from the question."""
+        key = self._service.keys[self._tenant]
+        with Client(self._service.url, api_key=key, retries=NO_RETRIES, clock=CLOCK) as client:
+            answer = client.chat(
+                prompt.question,
+                documents=prompt.documents,
+                max_tokens=tokens,
+                temperature=0,
+                ignore_eos=True,
+                speculation="auto" if speculate else "off",
+                **self._fields,
+            )
+        return Said(answer.text, answer.ttft_s, answer.total_s, answer.output_tokens)
+
+    def restart(self) -> None:
+        """The service is restarted once for all its tenants, by whoever started it."""
+
+    def close(self) -> None:
+        """As :meth:`restart`."""
 
 
 def together(peer: Peer, prompts: Sequence[Prompt], tokens: int) -> float:
