@@ -1,11 +1,13 @@
 """Every benchmark in short form: JSON, tables, a picture, and a page of results.
 
-    python -m benchmarks.all [--out DIR] [--only NAME ...] [--full] [--page docs/results.md]
+    python -m benchmarks.all [--out DIR] [--only NAME ...] [--full] [--resume]
+        [--page docs/results.md]
 
 A benchmark is a module of this package that has a ``main`` and takes ``--json``. Each runs in a
 process of its own, one after the other; one that fails is reported and the others go on. DIR gets
 NAME.json, NAME.txt (what it printed), requirements.png and results.md (machine, commit, seed, what
-each printed, which requirements held). The exit status is 1 if one did not run.
+each printed, which requirements held). With --resume, what DIR has of an earlier run is taken as it
+is, in whichever form it ran. The exit status is 1 if one did not run.
 """
 
 from __future__ import annotations
@@ -72,36 +74,47 @@ def run(name: str, out: Path, *, short: bool) -> Ran:
     return Ran(name, report, output, code)
 
 
-def page(ran: Sequence[Ran], *, short: bool) -> str:
+def earlier(name: str, out: Path) -> Ran | None:
+    """What an earlier run left in ``out``, if it came to its end."""
+    report_path, text_path = out / f"{name}.json", out / f"{name}.txt"
+    if not (report_path.exists() and text_path.exists()):
+        return None
+    return Ran(name, json.loads(report_path.read_text()), text_path.read_text(), 0)
+
+
+def page(ran: Sequence[Ran]) -> str:
     """The page of results, in Markdown."""
     first = next((one.report["header"] for one in ran if one.report), {})
     machine = first.get("machine", {})
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.all --page docs/results.md`; do not edit. "
-        + ("Short forms: they show that each works, long forms are what to quote." * short),
+        "Written by `python -m benchmarks.all --page docs/results.md`; do not edit. Short forms "
+        "show that a benchmark works; full forms are what to quote.",
         "",
         f"- machine: {machine.get('cpu')}, {machine.get('cores')} cores, "
         f"{machine.get('memory_gib')} GiB, {machine.get('system')}",
-        f"- commit: `{first.get('commit')}`"
-        + (" with uncommitted changes" * bool(first.get("uncommitted_changes"))),
-        f"- seed: {first.get('seed')}, time: {first.get('time')}",
+        f"- seed: {first.get('seed')}",
         "",
-        "| benchmark | requirements held | |",
-        "|---|---|---|",
+        "| benchmark | form | commit | time | requirements held | |",
+        "|---|---|---|---|---|---|",
     ]
     for one in ran:
         wanted = one.report.get("requirements", [])
         held = sum(x["met"] for x in wanted)
         state = "" if one.ok else f"did not finish (exit code {one.code})"
-        lines.append(f"| [{one.name}](#{one.name}) | {held} of {len(wanted)} | {state} |")
+        header = one.report.get("header", {})
+        commit = f"`{header.get('commit', '')[:7]}`" + "+" * bool(header.get("uncommitted_changes"))
+        lines.append(
+            f"| [{one.name}](#{one.name}) | {_form(one)} | {commit} | {header.get('time', '')} "
+            f"| {held} of {len(wanted)} | {state} |"
+        )
     for one in ran:
         lines += [
             "",
             f"## {one.name}",
             "",
-            f"`python -m benchmarks.{one.name}{' --short' * short}`",
+            f"`python -m benchmarks.{one.name}{' --short' * (_form(one) == 'short')}`",
         ]
         missed = [x for x in one.report.get("requirements", []) if not x["met"]]
         if missed:
@@ -113,6 +126,10 @@ def page(ran: Sequence[Ran], *, short: bool) -> str:
         shown = [x for x in one.output.splitlines() if not x.startswith("{")][-_KEPT_LINES:]
         lines += ["", "```text", *shown, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _form(one: Ran) -> str:
+    return "short" if one.report.get("header", {}).get("short") else "full"
 
 
 def plot(ran: Sequence[Ran], path: Path) -> bool:
@@ -162,17 +179,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names(), help="these alone")
     parser.add_argument("--full", action="store_true", help="long forms: hours")
+    parser.add_argument("--resume", action="store_true", help="keep what DIR has already")
     parser.add_argument("--page", type=Path, metavar="F", help="write the page there too")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     ran = []
     for name in options.only or names():
         print(f"{name} ...", flush=True)
-        ran.append(run(name, options.out, short=not options.full))
+        done = earlier(name, options.out) if options.resume else None
+        ran.append(done or run(name, options.out, short=not options.full))
         wanted = ran[-1].report.get("requirements", [])
         held = f"{sum(x['met'] for x in wanted)} of {len(wanted)} requirements held"
         print(f"{name}: {held if ran[-1].ok else f'did not finish, see {options.out / name}.txt'}")
-    text = page(ran, short=not options.full)
+    text = page(ran)
     (options.out / "results.md").write_text(text)
     if options.page:
         options.page.write_text(text)

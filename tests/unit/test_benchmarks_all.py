@@ -16,7 +16,7 @@ def report(name: str, value: float, bound: float) -> dict[str, object]:
     header = {
         "benchmark": name, "commit": "c0ffee", "seed": 7, "time": "2026-01-01T00:00:00+00:00",
         "machine": {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "system": "Linux"},
-        "uncommitted_changes": True,
+        "uncommitted_changes": True, "short": True,
     }  # fmt: skip
     wanted = {"name": "a ratio", "value": value, "relation": ">=", "bound": bound}
     return {"header": header, "results": {}, "requirements": [wanted | {"met": value >= bound}]}
@@ -38,10 +38,11 @@ def test_the_page_says_where_figures_are_from_and_what_was_missed() -> None:
         Ran("broken", {}, "Traceback", 1),
     ]
 
-    text = page(ran, short=True)
+    text = page(ran)
 
-    for part in ("a CPU, 2 cores", "`c0ffee` with uncommitted changes", "seed: 7", "ok line",
-                 "- a ratio: 0.5, must be >= 1", "| [good](#good) | 1 of 1 |  |",
+    for part in ("a CPU, 2 cores", "seed: 7", "ok line", "`python -m benchmarks.good --short`",
+                 "- a ratio: 0.5, must be >= 1",
+                 "| [good](#good) | short | `c0ffee`+ | 2026-01-01T00:00:00+00:00 | 1 of 1 |  |",
                  "did not finish (exit code 1)"):  # fmt: skip
         assert part in text
     assert "{}" not in text
@@ -73,3 +74,27 @@ def test_all_runs_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     assert code == 0
     assert "figures of store" in (tmp_path / "results.md").read_text()
+
+
+def test_what_an_earlier_run_left_is_kept_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ttft.json").write_text(json.dumps(report("ttft", 2.0, 1.0)))
+    (tmp_path / "ttft.txt").write_text("figures of before")
+    asked: list[str] = []
+
+    def fake(name: str, out: Path, *, short: bool) -> Ran:
+        asked.append(name)
+        return Ran(name, report(name, 2.0, 1.0), f"new figures of {name}", 0)
+
+    monkeypatch.setattr(everything, "run", fake)
+    arguments = ["--out", str(tmp_path), "--only", "ttft", "store"]
+
+    everything.main([*arguments, "--resume"])
+    kept = (tmp_path / "results.md").read_text()
+    everything.main(arguments)
+
+    assert asked == ["store", "ttft", "store"]
+    assert "figures of before" in kept
+    assert "new figures of store" in kept
+    assert "figures of before" not in (tmp_path / "results.md").read_text()
