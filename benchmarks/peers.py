@@ -13,11 +13,12 @@ here is listed with its reason. For each set of documents, in an order that rota
   new in front    one more document before them
   restart         another question after a restart of the process (what is on disk stays)
 
-then decoding alone, four requests at once, and tasks with something to copy. Ours is compared on
-each line with the fastest other that answers as plain decoding does there. Fidelity is against
-plain transformers on the same ids: the share of tokens up to the first difference (an exact method
-has 1 but for ties), and the KL of the first token's distribution where a peer shows it. Output
-that repeats itself makes drafts look good: the share of tokens in repeated 8-grams is printed.
+then decoding alone, four requests at once, and tasks with something to copy. Documents that a peer
+puts in another order are given to plain transformers in that order. Ours is compared on each line
+with the fastest other that answers as plain decoding does there. Fidelity is against plain
+transformers on the same ids: the share of tokens up to the first difference (an exact method has 1
+but for ties), and the KL of the first token's distribution where a peer shows it. Output that
+repeats itself makes drafts look good: the share of tokens in repeated 8-grams is printed.
 """
 
 from __future__ import annotations
@@ -126,9 +127,7 @@ class Bench:
                 self.peers.remove(peer)
 
     def _fidelity(self, prompt: Prompt, said: Said) -> tuple[float, float]:
-        if prompt.ids not in self._reference:
-            self._reference[prompt.ids] = self._plain.ask(prompt, TOKENS)
-        plain = self._reference[prompt.ids]
+        plain = self._plain_answer(prompt, said.order)
         if said.ids:
             ids, right = said.ids[:TOKENS], plain.ids[:TOKENS]
             same = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b),
@@ -145,6 +144,15 @@ class Bench:
             for logits in (plain.first_logits, said.first_logits[: len(plain.first_logits)])
         )
         return agreement, float((left.exp() * (left - right_log)).sum())
+
+    def _plain_answer(self, prompt: Prompt, order: tuple[str, ...]) -> Said:
+        """Plain decoding of the prompt, with its documents in ``order`` where that is given."""
+        if order and order != tuple(document.id for document in prompt.documents):
+            by_id = {document.id: document for document in prompt.documents}
+            prompt = self.prompt([by_id[name] for name in order], prompt.question)
+        if prompt.ids not in self._reference:
+            self._reference[prompt.ids] = self._plain.ask(prompt, TOKENS)
+        return self._reference[prompt.ids]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

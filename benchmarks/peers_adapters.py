@@ -48,7 +48,8 @@ class Prompt:
 class Said:
     """An answer: its text, when its first token came and when it ended, seconds from the call.
 
-    ``ids`` are empty where a peer does not tell them; ``first_logits`` too.
+    ``ids`` are empty where a peer does not tell them; ``first_logits`` too. ``order`` are the ids
+    of the documents where the peer put them in an order of its own.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Said:
     tokens: int
     ids: tuple[int, ...] = ()
     first_logits: torch.Tensor | None = field(default=None, compare=False)
+    order: tuple[str, ...] = ()
 
 
 class Peer(Protocol):
@@ -287,7 +289,7 @@ class RakvService:
         flags = {
             "model": self.model,
             "store-dir": str(self._path / "store"),
-            "api-keys-file": str(self._path / "keys.yaml"),
+            "set": f"api_keys_file={self._path / 'keys.yaml'}",
         }
         log = self._path / "serve.log"
         self.url = self._up.enter_context(local_service(flags, log=log, clock=CLOCK)).base_url
@@ -314,7 +316,8 @@ class Rakv:
                 speculation="auto" if speculate else "off",
                 **self._fields,
             )
-        return Said(answer.text, answer.ttft_s, answer.total_s, answer.output_tokens)
+        order = tuple(answer.rakv["documents"]["ids"])
+        return Said(answer.text, answer.ttft_s, answer.total_s, answer.output_tokens, order=order)
 
     def restart(self) -> None:
         """The service is restarted once for all its tenants, by whoever started it."""
