@@ -19,7 +19,7 @@ from rakv_cluster.reuse.selection import (
     at_random,
     everything,
     first_of_runs,
-    important_else_first,
+    important_and_first,
     most_attended,
     most_deviating,
     most_sensitive,
@@ -28,7 +28,7 @@ from rakv_cluster.reuse.selection import (
 
 FRACTIONS = (0.05, 0.15, 0.3)
 MAIN_FRACTION = 0.15
-PLAIN, PROBED = "stored importance", "question probe"
+PLAIN, PROBED = "importance and first", "question probe"
 """The two selectors of the service."""
 
 CONTROLS = ("random", "sensitivity")
@@ -42,7 +42,7 @@ SELECTORS: Mapping[str, Selector] = {
     "first tokens": first_of_runs,
     "layer-1 deviation": most_deviating,
     "sensitivity": most_sensitive,
-    PLAIN: important_else_first,
+    PLAIN: important_and_first,
     PROBED: most_attended,
 }
 CHARACTERS_PER_TOKEN = 4

@@ -29,7 +29,7 @@ from rakv_cluster.reuse.calibration import Calibration, Choice, refused
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import usable
 from rakv_cluster.reuse.probing import NO_PROBE, NOT_PROBED, Probe, ProbeSettings
-from rakv_cluster.reuse.selection import Positions, Selector, important_else_first, no_positions
+from rakv_cluster.reuse.selection import Positions, Selector, important_and_first, no_positions
 from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.base import ChunkStore, LoadItem
 from rakv_cluster.types import BlendWish, ChunkedPrompt
@@ -43,7 +43,7 @@ class BlendSupport:
 
     rotation: KeyRotation
     calibration: Calibration = field(default_factory=Calibration)
-    selector: Selector = important_else_first
+    selector: Selector = important_and_first
     probe: ProbeSettings = NOT_PROBED
 
 

@@ -13,7 +13,7 @@ from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.calibration import CurvePoint
 from rakv_cluster.reuse.fidelity import FidelityCase, FidelityPrompt, Ids, Measured
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
-from rakv_cluster.reuse.selection import Selector, important_else_first
+from rakv_cluster.reuse.selection import Selector, important_and_first
 
 FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.55)
 _RESAMPLES = 2000
@@ -83,7 +83,7 @@ def measure_curves(
     prompts: Sequence[FidelityPrompt],
     ends: frozenset[int],
     *,
-    selector: Selector = important_else_first,
+    selector: Selector = important_and_first,
     probe: ProbeSettings = NOT_PROBED,
     fractions: Sequence[float] = FRACTIONS,
 ) -> Iterator[Curves]:

@@ -22,6 +22,9 @@ def no_positions() -> Positions:
     return np.empty(0, dtype=np.int64)
 
 
+_IMPORTANT_SHARE = 0.5
+
+
 def unknown(count: int) -> Floats:
     """So many figures that nobody knows."""
     return np.full(count, np.nan, dtype=np.float32)
@@ -107,14 +110,14 @@ def at_random(seed: int) -> Selector:
     return select
 
 
-def important_else_first(reused: Reused, count: int) -> Positions:
-    """The default without a probe: the most important where that is known; elsewhere the first
-    tokens of runs, for which their share of ``count`` is set aside."""
-    unseen = np.isnan(reused.importance)
-    share = round(count * float(unseen.mean())) if len(unseen) else 0
-    first = first_of_runs(reused.part(unseen), share)
-    best = most_important(reused.part(~unseen), count - len(first))
-    return np.sort(np.concatenate([first, best]))
+def important_and_first(reused: Reused, count: int) -> Positions:
+    """The default without a probe: half of ``count`` for the most important tokens, as far as that
+    is known of them, and the rest for the first tokens of runs."""
+    seen = ~np.isnan(reused.importance)
+    share = _IMPORTANT_SHARE * float(seen.mean()) if len(seen) else 0.0
+    best = most_important(reused.part(seen), round(share * count))
+    rest = reused.part(~np.isin(reused.positions, best))
+    return np.sort(np.concatenate([best, first_of_runs(rest, count - len(best))]))
 
 
 SELECTORS: Mapping[str, Selector] = {

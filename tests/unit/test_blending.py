@@ -38,7 +38,7 @@ from rakv_cluster.reuse.selection import (
     Selector,
     at_random,
     first_of_runs,
-    important_else_first,
+    important_and_first,
     most_attended,
     most_deviating,
     most_important,
@@ -169,7 +169,7 @@ SPENDING = {
     "sensitivity": most_sensitive,
     "deviation": most_deviating,
     "random": at_random(3),
-    "default": important_else_first,
+    "default": important_and_first,
     "importance": most_important,
     "attention": most_attended,
 }
@@ -202,13 +202,14 @@ def test_the_first_tokens_of_each_run_come_before_second_ones() -> None:
     assert first_of_runs(reused, 3).tolist() == [4, 5, 10]
 
 
-def test_the_default_keeps_first_tokens_their_share_where_nothing_is_known() -> None:
+def test_the_default_halves_its_count_as_far_as_importance_is_known() -> None:
+    """Of 4 tokens one is the most important of the half that is known; the others are first."""
     important = np.array([0, 1, 3, 2], dtype=np.float32)
     reused = reused_positions(
         [load(4, 4, 10), load(10, 4, 40)], [unknown(4)] * 2, [unknown(4), important]
     )
 
-    assert important_else_first(reused, 4).tolist() == [4, 5, 12, 13]
+    assert important_and_first(reused, 4).tolist() == [4, 5, 10, 12]
 
 
 @pytest.mark.parametrize("selector", [most_important, most_attended])
