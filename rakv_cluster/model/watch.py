@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
+_PIECE_ROWS = 16
+"""Rows whose weights are in memory together: heads x rows x slots floats."""
+
 
 class AttentionWatch:
     """Sees what rows at positions from ``first_position`` on attend to in ``layers``.
@@ -37,9 +40,15 @@ class AttentionWatch:
         ``[rows]`` (ascending) to the slots of ``keys`` ``[kv_heads, slots, head_dim]`` up to each
         one's own; in a sliding-window layer to the last ``window`` of them."""
         wanted = positions >= self.first_position
-        rows, queries = positions[wanted], queries[:, wanted].float()
-        if not len(rows):
-            return
+        rows, queries = positions[wanted], queries[:, wanted]
+        scale = queries.shape[2] ** -0.5 if scaling is None else scaling
+        for start in range(0, len(rows), _PIECE_ROWS):
+            piece = slice(start, start + _PIECE_ROWS)
+            self._observe(queries[:, piece].float() * scale, keys, rows[piece], window)
+
+    def _observe(
+        self, queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, window: int | None
+    ) -> None:
         stop = int(rows[-1]) + 1
         slots = torch.arange(stop, device=rows.device)
         hidden = slots > rows[:, None]
@@ -48,10 +57,9 @@ class AttentionWatch:
         heads, count, size = queries.shape
         folded = queries.reshape(keys.shape[0], -1, size)
         scores = folded @ keys[:, :stop].float().transpose(1, 2)
-        scores = scores.view(heads, count, stop) * (size**-0.5 if scaling is None else scaling)
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).amax(0).sum(0)
-        self._reserve(stop, weights.device)
-        self._sums[:stop] += weights
+        scores = scores.view(heads, count, stop).masked_fill_(hidden, float("-inf"))
+        self._reserve(stop, scores.device)
+        self._sums[:stop] += scores.softmax(-1).amax(0).sum(0)
         self.rows += count
 
     def figures(self, slots: int) -> torch.Tensor:

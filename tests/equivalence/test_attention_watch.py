@@ -17,7 +17,7 @@ from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import AttentionWatch
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
-LENGTH, FIRST = 40, 31
+LENGTH, FIRST = 40, 20
 LAYERS = (0, 1)
 
 
@@ -55,7 +55,7 @@ def run(runner: Runner, buffer: KvBuffer, positions: torch.Tensor, watch: Attent
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("split", [LENGTH, 30, 35], ids=["whole", "before", "inside"])
+@pytest.mark.parametrize("split", [LENGTH, FIRST, 35], ids=["whole", "before", "inside"])
 def test_a_watch_sees_what_the_model_attends_to(name: str, split: int) -> None:
     build, runner_of = CASES[name]
     expected = stock_attention(build())
