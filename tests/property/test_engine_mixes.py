@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.reuse.blender import BlendSupport
+from rakv_cluster.reuse.probing import ProbeSettings
 from rakv_cluster.speculation.speculator import SPECULATION_MODES, SpeculationMode
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
@@ -168,8 +169,11 @@ def build(config: EngineSettings, draw_fault: st.DataObject | None = None) -> Mi
         settings=config,
         loaders=loaders,
         savers=savers,
-        # The fake's keys have no positions.
-        blending=BlendSupport(KeyRotation(torch.zeros(2, 1, dtype=torch.float64))),
+        # The fake's keys have no positions; it attends to nothing, so probes choose first tokens.
+        blending=BlendSupport(
+            KeyRotation(torch.zeros(2, 1, dtype=torch.float64)),
+            probe=ProbeSettings((0, 1), most_share=1.0),
+        ),
     )
     return Mix(engine, memory, loaders, savers, [], [])
 
