@@ -283,15 +283,16 @@ class DirectorySnapshot:
     def __init__(self, *, max_keys: int = 100_000) -> None:
         self._max_keys = max_keys
         self._placement = Placement(())
+        self._live: frozenset[str] = frozenset()
         self._tables: dict[str, dict[bytes, tuple[str, ...]]] = {}
         self._positions: dict[str, Position] = {}
 
     def set_nodes(self, nodes: Iterable[str]) -> None:
         """The live nodes; partitions and locations on others are forgotten."""
         self._placement = Placement(nodes)
-        live = set(self._placement.nodes)
-        self._positions = {node: at for node, at in self._positions.items() if node in live}
-        self._tables = {node: rows for node, rows in self._tables.items() if node in live}
+        self._live = frozenset(self._placement.nodes)
+        self._positions = {node: at for node, at in self._positions.items() if node in self._live}
+        self._tables = {node: rows for node, rows in self._tables.items() if node in self._live}
 
     def positions(self) -> Mapping[str, Position]:
         """For every partition, from where to ask it for :class:`Changes`."""
@@ -299,7 +300,7 @@ class DirectorySnapshot:
 
     def apply(self, node: str, changes: Changes) -> None:
         """Take over what the partition on ``node`` answered; of a node that is gone, nothing."""
-        if node not in self._placement.nodes:
+        if node not in self._live:
             return
         rows = {} if changes.complete else self._tables.get(node, {})
         # A complete picture lists the newest first; the table keeps the newest last.
@@ -315,11 +316,13 @@ class DirectorySnapshot:
 
     def locate(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """Those of ``keys`` with a known location on a live node."""
+        if not self._tables:
+            return {}
         found = {}
-        for owner, group in self._placement.group(keys).items():
-            rows = self._tables.get(owner, {})
-            for key in group:
-                shards = tuple(s for s in rows.get(key, ()) if s in self._placement.nodes)
-                if shards:
-                    found[key] = shards
+        for key, owner in zip(keys, self._placement.owners(keys), strict=True):
+            shards = self._tables[owner].get(key, ()) if owner in self._tables else ()
+            if not self._live.issuperset(shards):
+                shards = tuple(shard for shard in shards if shard in self._live)
+            if shards:
+                found[key] = shards
         return found

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rakv_cluster.chunking.keys import KEY_BYTES
+
 BITS = 32768
 HASHES = 4
 CAPACITY = 2048
@@ -23,9 +25,9 @@ _EMPTY = bytes(BYTES)
 
 def hash_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint16]:
     """The filter bits of each key, [len(keys), HASHES]."""
-    joined = b"".join(key[8:16] for key in keys)
-    rows: npt.NDArray[np.uint16] = np.frombuffer(joined, dtype="<u2").reshape(len(keys), HASHES)
-    return rows & np.uint16(BITS - 1)
+    words = np.frombuffer(b"".join(keys), dtype="<u2").reshape(len(keys), KEY_BYTES // 2)
+    rows: npt.NDArray[np.uint16] = words[:, 4 : 4 + HASHES] & np.uint16(BITS - 1)
+    return rows
 
 
 def encode_hot_set(newest_first: Iterable[bytes]) -> bytes:
@@ -64,8 +66,6 @@ class HotSets:
         return rearranged
 
     def lookup(self, rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
-        """[R, len(rows)]: which replica claims which of the keys with these :func:`hash_rows`."""
-        found: npt.NDArray[np.bool_] = self._table[rows[:, 0]]
-        for column in range(1, HASHES):
-            found = found & self._table[rows[:, column]]
-        return found.T
+        """[len(rows), R]: which of the keys with these :func:`hash_rows` a replica claims."""
+        bits: npt.NDArray[np.bool_] = self._table.take(rows.T, axis=0)
+        return np.logical_and.reduce(bits, axis=0)

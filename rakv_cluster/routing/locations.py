@@ -40,7 +40,7 @@ class Locations:
         self._nodes = np.asarray(nodes, dtype=np.str_)
         self._hot = HotSets(len(nodes))
         self._predicted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-        self._rows: dict[tuple[str, ...], npt.NDArray[np.uint8]] = {}
+        self._rows: dict[tuple[str, ...], bytes] = {}
 
     @property
     def predictions(self) -> int:
@@ -73,28 +73,30 @@ class Locations:
 
     def reach(self, keys: Sequence[bytes], holders: Holders, now_s: float) -> npt.NDArray[np.uint8]:
         """[R, len(keys)] of :class:`Reach`; ``holders`` may be shorter than ``keys``."""
-        reach = np.zeros((len(keys), len(self._nodes)), dtype=np.uint8)
-        for chunk, nodes in enumerate(holders[: len(keys)]):
-            if nodes:
-                reach[chunk] = self._stored(nodes)
-        if keys:
-            reach[self._hot.lookup(hash_rows(keys)).T] = _RAM
-        for chunk, key in enumerate(keys):
-            predicted = self._predicted.get(key)
-            if predicted is not None and predicted[1] >= now_s:
-                reach[chunk, predicted[0]] = _RAM
+        if not keys:
+            return np.zeros((len(self._nodes), 0), dtype=np.uint8)
+        # Rows are joined as bytes: a numpy call per chunk would be most of a decision's time.
+        rows = [self._rows.get(nodes) or self._stored(nodes) for nodes in holders[: len(keys)]]
+        rows.append(bytes((len(keys) - len(rows)) * len(self._nodes)))
+        reach = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(keys), -1)
+        np.copyto(reach, _RAM, where=self._hot.lookup(hash_rows(keys)))
+        reach.ravel()[
+            [
+                chunk * len(self._nodes) + place[0]
+                for chunk, key in enumerate(keys)
+                if (place := self._predicted.get(key)) is not None and place[1] >= now_s
+            ]
+        ] = _RAM
         return reach.T
 
-    def _stored(self, nodes: tuple[str, ...]) -> npt.NDArray[np.uint8]:
+    def _stored(self, nodes: tuple[str, ...]) -> bytes:
         """[R]: a replica's own disk where its node is among ``nodes``, another's elsewhere."""
-        row = self._rows.get(nodes)
-        if row is None:
-            if len(self._rows) >= _MAX_ROWS:
-                self._rows.clear()
-            own = np.isin(self._nodes, nodes)
-            row = np.where(own, np.uint8(Reach.DISK), np.uint8(Reach.REMOTE))
-            self._rows[nodes] = row
-        return row
+        if len(self._rows) >= _MAX_ROWS:
+            self._rows.clear()
+        elsewhere = Reach.REMOTE if nodes else Reach.NONE
+        row = np.where(np.isin(self._nodes, nodes), np.uint8(Reach.DISK), np.uint8(elsewhere))
+        self._rows[nodes] = row.tobytes()
+        return self._rows[nodes]
 
 
 def directory_holders(keys: Sequence[bytes], located: Mapping[bytes, tuple[str, ...]]) -> Holders:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.routing.demand import Demand
@@ -117,7 +116,9 @@ class RoutePolicy:
         work = Work(request.prompt_tokens, ends, request.output_tokens)
         fleet = view.fleet(request.kind, now_s)  # first: it forgets what is too old
         reach = view.locations.reach(keys, request.holders, now_s)
-        scores = score(work, reach, fleet, crowding=crowding(fleet, self._others(keys, reach)))
+        reached = depth(reach)
+        others = self.demand.of(keys[reached - 1]) if reached else 0
+        scores = score(work, reach[:, :reached], fleet, crowding=crowding(fleet, others))
         choice = choose(scores, indices, self._settings.choice, self._rng)
         order = tuple(view.ids[index] for index in choice.order)
         return Decision(order, choice.reason, view.ids, scores)
@@ -143,11 +144,6 @@ class RoutePolicy:
         index = self.view.index.get(replica)
         if index is not None:
             self.view.loads.complete(request_id, index)
-
-    def _others(self, keys: Sequence[bytes], reach: npt.NDArray[np.uint8]) -> int:
-        """Open requests that want all that is anywhere of ``keys``; 0 if nothing is."""
-        reached = depth(reach)
-        return self.demand.of(keys[reached - 1]) if reached else 0
 
     def _indices(self, candidates: Collection[str]) -> Ints:
         known = self.view.index

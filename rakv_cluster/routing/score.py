@@ -17,6 +17,7 @@ with what it finds. One request against R replicas and C chunks is a handful of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -31,6 +32,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 MAX_CROWDING = 64.0
+_NEVER_MS = 1e15
 
 
 class Reach(IntEnum):
@@ -40,6 +42,9 @@ class Reach(IntEnum):
     RAM = 1
     DISK = 2
     REMOTE = 3
+
+
+_NONE = np.uint8(Reach.NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +127,18 @@ def crowding(fleet: Fleet, demand: int) -> float:
     :data:`MAX_CROWDING`, whatever replicas say. ``demand`` other open requests want the same KV:
     work that brings it to one more replica is theirs too.
     """
-    beside = float(fleet.open_requests.mean()) if len(fleet.open_requests) else 0.0
+    beside = float(fleet.open_requests.sum()) / max(len(fleet.open_requests), 1)
     return max(min(2.0 * beside, MAX_CROWDING) - demand, 0.0)
 
 
 def score(
     work: Work, reach: npt.NDArray[np.uint8], fleet: Fleet, *, crowding: float = 0.0
 ) -> Scores:
-    """Every replica's terms; ``reach`` is [R, C] of :class:`Reach`; see :func:`crowding`."""
-    reach = reach[:, : depth(reach)]
+    """Every replica's terms; see :func:`crowding`.
+
+    ``reach`` is [R, C'] of :class:`Reach`; only the first C' chunks can be reused (what is behind
+    :func:`depth` need not be in it).
+    """
     ends = np.minimum(work.chunk_ends[: reach.shape[1]], max(work.prompt_tokens - 1, 0))
     if not fleet.measured:
         return _unmeasured(work, reach, ends, fleet)
@@ -154,8 +162,8 @@ def score(
 
 def depth(reach: npt.NDArray[np.uint8]) -> int:
     """Number of leading chunks that at least one replica reaches without a gap."""
-    somewhere = (reach != Reach.NONE).any(axis=0)
-    return int(somewhere.argmin()) if not somewhere.all() else len(somewhere)
+    gaps = np.flatnonzero(reach.max(axis=0, initial=_NONE) == _NONE)
+    return int(gaps[0]) if len(gaps) else reach.shape[1]
 
 
 def _reuse(
@@ -163,23 +171,28 @@ def _reuse(
 ) -> tuple[Floats, Floats, Ints]:
     """Load and prefill time at each replica's best cut, and the tokens reused there."""
     replicas, chunks = reach.shape
-    rows = np.arange(replicas)
     starts = np.zeros(chunks + 1, dtype=np.int64)
     starts[1:] = ends
-    tokens, halves = work.prompt_tokens - starts, (work.prompt_tokens**2 - starts**2) / 2
-    rest_ms = fleet.prefill_ms[:, None] * tokens + fleet.prefill_slope_ms[:, None] * halves
-    rates = np.empty((replicas, len(Reach)))
-    rates[:, Reach.NONE] = 0.0
-    rates[:, Reach.RAM] = fleet.ram_ms
-    rates[:, Reach.DISK] = fleet.disk_ms
-    rates[:, Reach.REMOTE] = fleet.remote_ms
-    chunk_ms = rates.ravel()[reach + 4 * rows[:, None]] * (starts[1:] - starts[:-1])
-    # What cannot be reached takes for ever, and so does all behind it.
-    chunk_ms[reach == Reach.NONE] = np.inf
-    load_ms = np.zeros((replicas, chunks + 1))
-    np.cumsum(chunk_ms + fleet.chunk_ms[:, None], axis=1, out=load_ms[:, 1:])
-    cut = np.argmin(load_ms + rest_ms, axis=1)
-    return load_ms[rows, cut], rest_ms[rows, cut], starts[cut]
+    tokens = starts[1:] - starts[:-1]
+    # What it costs more to load a token than to compute it at position 0: [place, R].
+    never_ms = np.full(replicas, _NEVER_MS)
+    over_ms = np.array((never_ms, fleet.ram_ms, fleet.disk_ms, fleet.remote_ms))
+    over_ms -= fleet.prefill_ms
+    places = reach * np.intp(replicas) + np.arange(replicas)[:, None]
+    # By cut: what it costs more to load up to there than to compute it.
+    cost_ms = np.zeros((replicas, chunks + 1))
+    steps = cost_ms[:, 1:]
+    np.multiply(over_ms.take(places), tokens, out=steps)
+    steps -= fleet.prefill_slope_ms[:, None] * (tokens * (starts[1:] + starts[:-1]) / 2)
+    steps += fleet.chunk_ms[:, None]
+    np.add.accumulate(steps, axis=1, out=steps)
+    cut = cost_ms.argmin(axis=1)
+    reused = starts[cut]
+    saved_ms = fleet.prefill_ms * reused + fleet.prefill_slope_ms * (reused**2 / 2)
+    whole = work.prompt_tokens
+    whole_ms = fleet.prefill_ms * whole + fleet.prefill_slope_ms * (whole**2 / 2)
+    load_ms = np.maximum(cost_ms[np.arange(replicas), cut] + saved_ms, 0.0)
+    return load_ms, whole_ms - saved_ms, reused
 
 
 def _unmeasured(work: Work, reach: npt.NDArray[np.uint8], ends: Ints, fleet: Fleet) -> Scores:
@@ -237,20 +250,18 @@ def choose(
     Raises ``FloatingPointError`` if no candidate has a finite expectation.
     """
     cost_ms = scores.cost_ms[candidates]
-    best = int(np.argmin(cost_ms))
-    if not np.isfinite(cost_ms[best]):
+    ranked = cost_ms.argsort()
+    best = int(ranked[0])
+    if not math.isfinite(cost_ms[best]):
         raise FloatingPointError("no replica has a finite expected time")
     if len(candidates) == 1:
         return Choice((int(candidates[0]),), Reason.ONLY)
     reason = Reason.FASTEST if scores.measured else Reason.UNMEASURED
-    ties = np.flatnonzero(cost_ms <= cost_ms[best] + settings.tie_ms)
-    if len(ties) > 1:
-        best = int(ties[rng.integers(len(ties))])
+    ties = np.count_nonzero(cost_ms <= cost_ms[best] + settings.tie_ms)
+    if ties > 1:
+        best = int(ranked[rng.integers(ties)])
         reason = Reason.TIED if scores.measured else reason
     if rng.random() < settings.exploration:
         best, reason = int(rng.integers(len(candidates))), Reason.EXPLORED
-    count = min(settings.ranked, len(candidates))
-    ranked = np.argpartition(cost_ms, count - 1)[:count]
-    ranked = ranked[np.argsort(cost_ms[ranked])]
-    order = (best, *(int(index) for index in ranked if index != best))
-    return Choice(tuple(int(candidates[index]) for index in order), reason)
+    order = [best, *(index for index in ranked[: settings.ranked].tolist() if index != best)]
+    return Choice(tuple(candidates[order].tolist()), reason)

@@ -26,10 +26,10 @@ class KvTier:
 
     def touch(self, keys: Sequence[bytes], now_ms: float) -> None:
         """Count a use of those that are here."""
-        known = [key for key in keys if key in self._catalog]
-        self._catalog.touch(known, now_ms / 1e3)
-        for key in known:
-            self._recent.move_to_end(key)
+        self._catalog.touch(keys, now_ms / 1e3)
+        for key in keys:
+            if key in self._recent:
+                self._recent.move_to_end(key)
 
     def add(
         self, chunks: Mapping[bytes, tuple[int, int]], now_ms: float

@@ -77,12 +77,12 @@ def test_a_hot_set_claims_all_it_holds_and_little_else() -> None:
     sets = HotSets(3)
     sets.set(1, encode_hot_set(held))
 
-    assert sets.lookup(hash_rows(held))[1].all()
+    assert sets.lookup(hash_rows(held))[:, 1].all()
     strangers = hash_rows([key_of(("other", number)) for number in range(20_000)])
     stated = (1 - math.exp(-HASHES * CAPACITY / BITS)) ** HASHES
     assert stated == pytest.approx(0.0024, abs=1e-4)
-    assert sets.lookup(strangers)[1].mean() < 2 * stated
-    assert not sets.lookup(strangers)[[0, 2]].any()
+    assert sets.lookup(strangers)[:, 1].mean() < 2 * stated
+    assert not sets.lookup(strangers)[:, [0, 2]].any()
 
 
 def test_a_hot_set_keeps_the_newest_and_survives_garbage() -> None:
@@ -94,7 +94,7 @@ def test_a_hot_set_keeps_the_newest_and_survives_garbage() -> None:
     assert not sets.lookup(hash_rows(newest)).any()
     sets.set(0, encode_hot_set(newest[:1]))
     sets.set(0, encode_hot_set(newest[1:2]))
-    assert sets.lookup(hash_rows(newest[:2]))[0].tolist() == [False, True]
+    assert sets.lookup(hash_rows(newest[:2]))[:, 0].tolist() == [False, True]
 
 
 def test_reports_survive_the_way_and_say_the_same_when_idle() -> None:
