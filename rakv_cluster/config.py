@@ -116,6 +116,13 @@ class Settings(BaseModel):
         "tiered", description="where KV is kept: RAM and disk, RAM only, or nowhere"
     )
     ram_budget_bytes: Bytes = Field(ByteSize(1 * GIB), description="KV kept in RAM, per replica")
+    warm_up_s: float = Field(
+        2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a new replica may take to fill half of its RAM from disks with the "
+        "KV used last, before it takes requests; 0: not at all",
+    )
     disk_budget_bytes: Bytes = Field(ByteSize(8 * GIB), description="KV kept on disk, per node")
     disk_codec: Literal["lossless", "fp16", "int8"] = Field(
         "lossless",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.cluster.messages import (
@@ -127,6 +128,18 @@ class NodeStore:
         outcomes = self._peers.ask(calls, self._limits.write_timeout_s, parse_keys)
         gone = {key for outcome in outcomes if isinstance(outcome, Answer) for key in outcome.value}
         return len(gone.intersection(keys))
+
+    def hottest(self, limit_bytes: int) -> list[bytes]:
+        """Keys of records used last, those used last first, at most ``limit_bytes`` of each node.
+
+        Nodes take turns, this one begins; one that does not answer has none.
+        """
+        nodes = sorted(self._info.nodes, key=lambda node: node != self._node)
+        calls = [Call(node, "hottest", (limit_bytes,)) for node in nodes]
+        outcomes = self._peers.ask(calls, self._limits.lookup_timeout_s, parse_keys)
+        answers = [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
+        turns = zip_longest(*answers)
+        return list(dict.fromkeys(key for turn in turns for key in turn if key is not None))
 
     def stats(self) -> StoreStats:
         """Sizes and counters of this node's shard, with this process's own counters."""

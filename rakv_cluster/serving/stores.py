@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,10 +82,18 @@ def open_admin(settings: Settings, clock: Clock) -> StoreAdmin:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStore:
-    """Where a replica finds KV, and how it learns that another one is computing some."""
+    """Where a replica finds KV, and how it learns that another one is computing some.
+
+    ``hottest(limit_bytes)`` names the records on disks that were used last.
+    """
 
     store: ChunkStore
     flight: SingleFlight
+    hottest: Callable[[int], Sequence[bytes]]
+
+
+def _none(limit_bytes: int) -> Sequence[bytes]:
+    return ()
 
 
 def open_store(settings: Settings, memory: MemoryStore, clock: Clock) -> ReplicaStore:
@@ -95,8 +103,8 @@ def open_store(settings: Settings, memory: MemoryStore, clock: Clock) -> Replica
     A disk that cannot be used costs only its tier.
     """
     if settings.store == "none":
-        return ReplicaStore(NullStore(), NO_FLIGHT)
+        return ReplicaStore(NullStore(), NO_FLIGHT, _none)
     if settings.store == "memory":
-        return ReplicaStore(memory, NO_FLIGHT)
+        return ReplicaStore(memory, NO_FLIGHT, _none)
     nodes = open_node_store(cluster_store_settings(settings), clock)
-    return ReplicaStore(TieredStore(memory, nodes), nodes)
+    return ReplicaStore(TieredStore(memory, nodes), nodes, nodes.hottest)

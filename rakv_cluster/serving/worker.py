@@ -9,9 +9,10 @@ from typing import Any
 
 from ray import serve
 
-from rakv_cluster.clock import SystemClock
+from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
@@ -20,12 +21,16 @@ from rakv_cluster.routing.autoscaling import BACKLOG_MS, OCCUPANCY
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica, load_served_model
-from rakv_cluster.serving.stores import open_store
+from rakv_cluster.serving.stores import ReplicaStore, open_store
 from rakv_cluster.speculation.draft_model import UNKNOWN_AGREEMENT
 from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.store.warm_up import WarmUpLimits, warm_up
 from rakv_cluster.telemetry import Figures
 
 log = logging.getLogger("ray.serve")
+
+_WARM_SHARE = 0.5
+"""Of RAM; the rest is left to what the replica's own requests bring."""
 
 
 class Worker:
@@ -38,6 +43,7 @@ class Worker:
         draft = load_served_model(settings.draft_model, settings) if settings.draft_model else None
         memory = MemoryStore(int(settings.ram_budget_bytes), clock)
         opened = open_store(settings, memory, clock)
+        _warm_up(opened, model.runner.layout, settings, clock)
         self._clock = clock
         self._replica = Replica(
             model,
@@ -97,3 +103,15 @@ class Worker:
         replica = getattr(self, "_replica", None)
         if replica is not None:
             replica.close()
+
+
+def _warm_up(opened: ReplicaStore, layout: KvLayout, settings: Settings, clock: Clock) -> None:
+    """Take what the service used last from disks into RAM, as far as the settings' time allows.
+
+    A replica that is added under load then has what most requests want, and says so to routers.
+    """
+    limits = WarmUpLimits(int(_WARM_SHARE * settings.ram_budget_bytes), settings.warm_up_s)
+    if limits.longest_s > 0:
+        keys = opened.hottest(limits.budget_bytes)
+        loaded = warm_up(opened.store, keys, layout, limits, clock)
+        log.info("warmed up with %d bytes of KV, of %d records", loaded, len(keys))
