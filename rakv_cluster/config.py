@@ -69,6 +69,14 @@ class Settings(BaseModel):
         description="where requests go: to the replica where each should finish first, or to the "
         "less busy one of two at random, whatever they have cached",
     )
+    hedge_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        allow_inf_nan=False,
+        description="share of requests, those whose first token is latest, that are sent to a "
+        "second replica as well; 0: none",
+    )
     max_replicas: int = Field(
         0, ge=0, description="most copies, started and stopped as the backlog asks; 0: no scaling"
     )

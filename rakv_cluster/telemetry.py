@@ -114,6 +114,13 @@ class ServiceMetrics:
             "Requests continued on another replica after theirs died.",
             registry=own,
         )
+        self.hedged = Counter(
+            "rakv_hedged_requests",
+            "Requests sent to a second replica because their first token was late, by whose "
+            "answer was read: first or second.",
+            ("answer",),
+            registry=own,
+        )
         self.audits = Counter(
             "rakv_blend_audits",
             "Blended answers compared with full recompute: done or failed.",

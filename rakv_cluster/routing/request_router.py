@@ -171,7 +171,7 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         started_s = self._clock.monotonic_s()
         by_name = {_name(each.replica_id): each for each in candidates}
         asked = route_request(request, ticket)
-        decision = self._policy.decide(asked, by_name)
+        decision = self._policy.decide(asked, by_name.keys() - ticket.avoid or by_name)
         ticket.decisions.append(decision)
         if not ticket.trial:
             best = decision.order[0]

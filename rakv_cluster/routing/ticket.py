@@ -29,12 +29,14 @@ class RouteTicket:
     """Hints for the router; ``decisions`` and ``fallbacks`` are its answers, newest last.
 
     ``output_tokens`` is the expected length of the answer, ``holders`` what the directory knows.
-    A ``trial`` is always scored, and not booked.
+    A ``trial`` is always scored, and not booked. Replicas to ``avoid`` are not chosen by the score
+    where there are others.
     """
 
     output_tokens: float = 128.0
     holders: Holders = ()
     trial: bool = False
+    avoid: frozenset[str] = frozenset()
     decisions: list[Decision] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import (
@@ -14,6 +16,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle
 
+from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.errors import Overloaded, RakvError, ReplicaLost, Unavailable
 from rakv_cluster.model.card import ModelCard
@@ -21,6 +24,7 @@ from rakv_cluster.routing.locations import Holders
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import Decision
 from rakv_cluster.routing.ticket import RouteTicket
+from rakv_cluster.serving.hedging import HedgePolicy, hedged
 from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import FinishReason
 
@@ -36,15 +40,20 @@ class HandleBackend:
     """A :class:`~rakv_cluster.serving.backend.Backend` over the Worker deployment.
 
     ``holders`` says which nodes hold keys on disk; with it and the lengths of former answers the
-    router of the handle decides (:mod:`rakv_cluster.routing`).
+    router of the handle decides (:mod:`rakv_cluster.routing`). What is late is dispatched again
+    as ``hedging`` says, to another replica.
     """
 
     def __init__(
         self,
         worker: DeploymentHandle,
         metrics: ServiceMetrics,
+        clock: Clock,
+        hedging: HedgePolicy,
         holders: Callable[[Sequence[bytes]], Holders] = nowhere,
     ) -> None:
+        self._clock = clock
+        self._hedging = hedging
         self._worker = worker
         self._describe = worker.options(method_name="describe")
         self._generate = worker.options(method_name="generate", stream=True)
@@ -70,19 +79,52 @@ class HandleBackend:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         ticket = self._ticket(request)
+        events = self._attempt(request, ticket)
+        after_s = self._hedging.after_s()
+        if math.isfinite(after_s):
+            again = partial(self._again, request, ticket)
+            events = hedged(events, after_s, again, self._count_hedge)
+        started_s = self._clock.monotonic_s()
+        spoken = False
+        async with aclosing(events):
+            async for event in events:
+                if not spoken:
+                    self._hedging.observe(self._clock.monotonic_s() - started_s)
+                    spoken = True
+                if event.finish in _NATURAL_ENDS and event.stats is not None:
+                    tokens = event.stats.output_tokens
+                    self._lengths.observe(request.endpoint, request.tenant, tokens)
+                yield event
+
+    async def _attempt(
+        self, request: EngineRequest, ticket: RouteTicket
+    ) -> AsyncGenerator[EngineEvent, None]:
         with _translated():
             events = self._generate.remote(request, ticket)
             try:
                 async for event in events:
-                    if event.finish in _NATURAL_ENDS and event.stats is not None:
-                        tokens = event.stats.output_tokens
-                        self._lengths.observe(request.endpoint, request.tenant, tokens)
                     yield event
             finally:
                 # No effect on a call that has ended.
                 events.cancel()
                 for reason in ticket.reasons():
                     self._metrics.routed.labels(reason).inc()
+
+    def _again(
+        self, request: EngineRequest, ticket: RouteTicket
+    ) -> Sequence[AsyncGenerator[EngineEvent, None]]:
+        """A dispatch to another replica than the one that ``ticket`` led to, if there is one."""
+        decided = ticket.decisions[-1:]
+        if not any(len(each.ids) > 1 for each in decided) or not self._hedging.take():
+            return ()
+        other = self._ticket(request)
+        other.avoid = frozenset(each.order[0] for each in decided)
+        # Its replica may come to hold both, and knows requests by their ids.
+        second = replace(request, request_id=f"{request.request_id}-hedge")
+        return (self._attempt(second, other),)
+
+    def _count_hedge(self, second: bool) -> None:
+        self._metrics.hedged.labels("second" if second else "first").inc()
 
     async def explain(self, request: EngineRequest) -> Decision:
         """How the score would decide on ``request`` now; nothing is generated.

@@ -27,6 +27,7 @@ from rakv_cluster.serving.document_api import add_document_routes
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.handles import HandleBackend, nowhere
+from rakv_cluster.serving.hedging import HedgePolicy
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.route_api import add_route_explanation
@@ -47,7 +48,9 @@ class Ingress:
         clock = SystemClock()
         self._metrics = ServiceMetrics(serve.get_replica_context().replica_id.unique_id)
         holders = await asyncio.to_thread(_follow_directory, settings, clock)
-        self._replicas = HandleBackend(worker, self._metrics, holders)
+        self._replicas = HandleBackend(
+            worker, self._metrics, clock, HedgePolicy(settings.hedge_share), holders
+        )
         failover = Failover(self._replicas, clock, self._metrics)
         backend = AuditedBackend(failover, self._metrics)
         source = resolve(settings.model, settings.cache_path)

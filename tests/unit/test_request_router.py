@@ -113,6 +113,14 @@ def test_the_replica_with_the_document_comes_first_alone(router: Router) -> None
     assert asked.routing_context.should_backoff
 
 
+def test_a_second_dispatch_avoids_where_the_first_went(router: Router) -> None:
+    ranks = router.ranks(pending(engine_request(), RouteTicket(avoid=frozenset({"b"}))))
+    assert "b" not in ranks[0]
+    assert sorted(chain(*ranks)) == ["a", "b", "c"]  # Serve may still fall back to it
+    everyone = RouteTicket(avoid=frozenset({"a", "b", "c"}))
+    assert router.ranks(pending(engine_request(), everyone))[0] == ["b"]
+
+
 def test_a_request_that_reuses_nothing_is_not_drawn_to_it(router: Router) -> None:
     ticket = RouteTicket()
     router.ranks(pending(engine_request(reuse=ReuseMode.OFF), ticket))
