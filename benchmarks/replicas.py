@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra.add_argument("--model", default="smollm2", help="what to serve")
     options, names = parse_options(__doc__ or "", argv, extra=extra)
     tokenizer = load_tokenizer(resolve(names.model, load_settings().cache_path))
-    documents, repeats = (6, 3) if options.short else (12, 6)
+    documents, repeats = (4, 3) if options.short else (8, 5)
     corpus = load_corpus(
         documents,
         1,

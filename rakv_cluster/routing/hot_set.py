@@ -68,4 +68,5 @@ class HotSets:
     def lookup(self, rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
         """[len(rows), R]: which of the keys with these :func:`hash_rows` a replica claims."""
         bits: npt.NDArray[np.bool_] = self._table.take(rows.T, axis=0)
-        return np.logical_and.reduce(bits, axis=0)
+        found: npt.NDArray[np.bool_] = np.logical_and.reduce(bits, axis=0)
+        return found

@@ -23,12 +23,13 @@ class LoadSettings:
 
     ``booking_ttl_s``: a request sent counts as open for so long unless a report or its end
     comes first. After ``stale_s`` without a report a replica counts as at least as busy as the
-    median of the others: silence is not idleness.
+    median of the others: silence is not idleness. Work sent is recent for ``recent_s`` or so.
     """
 
     max_report_age_s: float = 1.2
     booking_ttl_s: float = 5.0
     stale_s: float = 8.0
+    recent_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Loads:
         self._backlog_ms = np.zeros(replicas)
         self._backlog_at_s = np.full(replicas, now_s)
         self._reported_at_s = np.full(replicas, now_s)
+        self._recent_ms = np.zeros(replicas)
+        self._recent_at_s = now_s
         self._reported_open = np.zeros(replicas)
         self._booked_open = np.zeros(replicas)
         self._bookings: OrderedDict[str, _Booking] = OrderedDict()
@@ -63,7 +66,10 @@ class Loads:
         other = Loads(len(sources), self._settings, now_s)
         kept = [index for index, source in enumerate(sources) if source >= 0]
         taken = [sources[index] for index in kept]
-        for name in ("_backlog_ms", "_backlog_at_s", "_reported_at_s", "_reported_open"):
+        self._age_recent(now_s)
+        for name in (
+            "_backlog_ms", "_backlog_at_s", "_reported_at_s", "_reported_open", "_recent_ms",
+        ):  # fmt: skip
             getattr(other, name)[kept] = getattr(self, name)[taken]
         places = dict(zip(taken, kept, strict=True))
         for request_id, booking in self._bookings.items():
@@ -98,10 +104,12 @@ class Loads:
         """A request goes to a replica; one that was booked elsewhere moves."""
         if request_id in self._bookings:
             before = self._remove(request_id)
-            left_ms = self._backlog_ms[before.replica] - before.work_ms
-            self._backlog_ms[before.replica] = max(left_ms, 0.0)
+            for work in (self._backlog_ms, self._recent_ms):
+                work[before.replica] = max(work[before.replica] - before.work_ms, 0.0)
         self._add(request_id, _Booking(replica, work_ms, now_s))
         self._queue_work(replica, work_ms, now_s)
+        self._age_recent(now_s)
+        self._recent_ms[replica] += work_ms
 
     def complete(self, request_id: str, replica: int) -> None:
         """A request ended on ``replica``, well or not."""
@@ -119,6 +127,16 @@ class Loads:
             backlog[stale] = np.maximum(backlog[stale], np.median(backlog[~stale]))
         return backlog
 
+    def recurring_ms(self, now_s: float) -> Floats:
+        """Work that will come to each replica soon: about what came lately, as sessions go on.
+
+        Work sent fades by a factor of e in ``recent_s``. It counts by the square of the share of
+        that time that it takes, at most 1: where there is time for all of it, nobody waits.
+        """
+        self._age_recent(now_s)
+        share = np.minimum(self._recent_ms / (1e3 * self._settings.recent_s), 1.0)
+        return self._recent_ms * share * share
+
     def open_requests(self, now_s: float) -> Floats:
         """Requests that each replica has in hand."""
         while self._bookings:
@@ -127,6 +145,10 @@ class Loads:
                 break
             self._remove(request_id)
         return self._reported_open + self._booked_open
+
+    def _age_recent(self, now_s: float) -> None:
+        self._recent_ms *= math.exp((self._recent_at_s - now_s) / self._settings.recent_s)
+        self._recent_at_s = now_s
 
     def _queue_work(self, replica: int, work_ms: float, at_s: float) -> None:
         waited_ms = (at_s - self._backlog_at_s[replica]) * 1e3

@@ -113,6 +113,7 @@ class ReplicaView:
             costs["token_ms"] = np.where(np.isnan(pace), token_ms, pace)
         return Fleet(
             backlog_ms=self.loads.backlog_ms(now_s),
+            recurring_ms=self.loads.recurring_ms(now_s),
             open_requests=self.loads.open_requests(now_s),
             measured=self._measured,
             **costs,

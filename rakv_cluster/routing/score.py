@@ -31,7 +31,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-MAX_CROWDING = 64.0
+MAX_CROWDING = 256.0
 _NEVER_MS = 1e15
 
 
@@ -65,6 +65,7 @@ class Fleet:
     """What is known of R replicas at one moment; every array has length R.
 
     ``backlog_ms``        work queued in front of a new request
+    ``recurring_ms``      work that will come there soon, going by what came lately
     ``open_requests``     requests it runs or queues; ``slots`` of them it runs at once
     ``prefill_ms``        to compute one token at position 0
     ``prefill_slope_ms``  what that grows by per token of context
@@ -81,6 +82,7 @@ class Fleet:
     """
 
     backlog_ms: Floats
+    recurring_ms: Floats
     open_requests: Floats
     slots: Floats
     prefill_ms: Floats
@@ -99,7 +101,8 @@ class Fleet:
 class Scores:
     """Terms of each replica's expected time, in ms, and the tokens it would reuse.
 
-    ``total_ms`` is the sum of the request's own terms; ``crowding_ms`` is what it costs others.
+    ``total_ms`` is the sum of the request's own terms; ``crowding_ms`` is what it costs others,
+    those who come after it included.
     Before costs are known ``total_ms`` holds uncached tokens x (open requests + 1): an order, not
     a time.
     """
@@ -113,6 +116,11 @@ class Scores:
     total_ms: Floats
     reused_tokens: Ints
     measured: bool
+
+    @property
+    def work_ms(self) -> Floats:
+        """What the request occupies a replica for until its first token."""
+        return self.load_ms + self.prefill_ms
 
     @property
     def cost_ms(self) -> Floats:
@@ -153,7 +161,7 @@ def score(
         load_ms=load_ms,
         prefill_ms=prefill_ms,
         decode_ms=decode_ms,
-        crowding_ms=crowding * (load_ms + prefill_ms),
+        crowding_ms=crowding * (load_ms + prefill_ms) + fleet.recurring_ms,
         total_ms=fleet.backlog_ms + slot_wait_ms + load_ms + prefill_ms + decode_ms,
         reused_tokens=reused,
         measured=True,
@@ -234,8 +242,10 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class ChoiceSettings:
     """``exploration`` is the share of requests sent anywhere, so that a replica thought slow can
-    show that it is not; what is later than the best by at most ``tie_ms`` counts as equal. That is
-    little, because the best may owe its lead to a few cached chunks of a long request."""
+    show that it is not: where the request is more work there, so much more seldom, so that the
+    share of work that exploring adds is no more than this either. What is later than the best by
+    at most ``tie_ms`` counts as equal. That is little, because the best may owe its lead to a few
+    cached chunks of a long request."""
 
     exploration: float = 0.01
     tie_ms: float = 1.0
@@ -262,6 +272,9 @@ def choose(
         best = int(ranked[rng.integers(ties)])
         reason = Reason.TIED if scores.measured else reason
     if rng.random() < settings.exploration:
-        best, reason = int(rng.integers(len(candidates))), Reason.EXPLORED
+        other = int(rng.integers(len(candidates)))
+        here, there = scores.work_ms[candidates[[best, other]]].tolist()
+        if rng.random() * there <= here:
+            best, reason = other, Reason.EXPLORED
     order = [best, *(index for index in ranked[: settings.ranked].tolist() if index != best)]
     return Choice(tuple(candidates[order].tolist()), reason)

@@ -147,7 +147,8 @@ def test_crowding_prices_work_by_those_it_holds_up_less_those_it_serves(
     own = score(work, reach, known)
     assert np.array_equal(scores.total_ms, own.total_ms)
     work_ms = scores.load_ms + scores.prefill_ms
-    assert scores.cost_ms == pytest.approx(own.total_ms + price * work_ms)
+    assert scores.crowding_ms == pytest.approx(price * work_ms + known.recurring_ms)
+    assert scores.cost_ms == pytest.approx(own.total_ms + scores.crowding_ms)
 
 
 def test_nothing_is_priced_without_load() -> None:
@@ -179,6 +180,18 @@ def test_ties_are_shared_and_exploration_reaches_everyone() -> None:
     assert 0.4 < first[1] / 3000 < 0.6
     assert 0.02 < first[2] / 3000 < 0.05  # a third of a tenth
     assert {pick.reason for pick in picks if pick.order[0] == 2} == {Reason.EXPLORED}
+
+
+def test_exploring_adds_no_more_work_than_its_share() -> None:
+    rng = np.random.default_rng(1)
+    work_ms = np.asarray([10.0, 5000.0])
+    scores = replace(scores_of(*work_ms), prefill_ms=work_ms)
+    settings = ChoiceSettings(exploration=0.5, tie_ms=0.1)
+
+    picks = [choose(scores, np.arange(2), settings, rng).order[0] for _ in range(20_000)]
+
+    assert 1 in picks
+    assert work_ms[picks].mean() < 1.5 * work_ms[0]
 
 
 def test_order_is_by_expected_time_and_bounded() -> None:

@@ -66,8 +66,8 @@ class Router:
     def hear(self, replica: str, **changes: object) -> None:
         self.policy.hear(replica, report(at_s=self.clock.wall_s(), **changes))
 
-    def route(self, asked: RouteRequest) -> str:
-        decision = self.policy.decide(asked)
+    def route(self, asked: RouteRequest, candidates: str = "") -> str:
+        decision = self.policy.decide(asked, candidates)
         self.policy.book(asked, decision, decision.order[0])
         return decision.order[0]
 
@@ -211,6 +211,29 @@ def test_a_rerouted_request_is_booked_once() -> None:
     assert loads.backlog_ms(0.0).tolist() == [0.0, 300.0]
     loads.complete("q", 1)
     assert loads.open_requests(0.0).tolist() == [0.0, 0.0]
+
+
+def test_work_of_late_weighs_by_the_share_of_time_that_it_takes() -> None:
+    loads = Loads(2, LoadSettings(recent_s=5.0), 0.0)
+    loads.book("half", 0, 2500.0, 0.0)
+    assert loads.recurring_ms(0.0).tolist() == [2500.0 / 4, 0.0]
+    loads.book("half", 1, 2500.0, 0.0)  # it went elsewhere
+    assert loads.recurring_ms(0.0).tolist() == [0.0, 2500.0 / 4]
+    assert loads.recurring_ms(5.0)[1] == pytest.approx(2500.0 / 4 * math.exp(-3))
+    loads.book("too much", 0, 60_000.0, 5.0)
+    assert loads.recurring_ms(5.0)[0] == 60_000.0
+    assert loads.arranged([1, 0, -1], 5.0).recurring_ms(5.0)[1:].tolist() == [60_000.0, 0.0]
+
+
+def test_a_new_document_goes_where_less_came_of_late() -> None:
+    """All are idle by now; what comes to ``a`` and ``b`` will come again."""
+    router = Router()
+    for number in range(40):
+        router.route(request(f"old{number}", document=f"old{number}"), "ab")
+    router.clock.advance(1.0)
+    for name in "abc":
+        router.hear(name)
+    assert router.route(request("new", document="new")) == "c"
 
 
 def test_silence_is_not_idleness() -> None:
