@@ -133,11 +133,7 @@ def compare(scenario: Scenario, count: int, seed: int) -> dict[str, Summary]:
 
 
 def requirements_of(scenario: Scenario, results: Mapping[str, Summary]) -> list[Requirement]:
-    """What the router must show on one scenario, against the best of the others at each figure.
-
-    It minimizes the time to the last token, so on agent sessions, which reuse nine tenths of their
-    prompts, it gives up some TTFT: the requirement stays what it is, and is missed there.
-    """
+    """What the router must show on one scenario, against the best of the others at each figure."""
     name = f"{scenario.trace}, {scenario.load}, store {scenario.store}"
     mine, least = results[OURS], results["least loaded"]
     needed = []
