@@ -104,22 +104,25 @@ class Masked:
         self, shape: HeadShape, rows: slice, kv: KvViews, mask: torch.Tensor, padded: int
     ) -> None:
         """``mask`` is ``[padded, keys]`` for folded rows; those from ``rows * group`` on are
-        computed and thrown away."""
+        computed and thrown away. ``queries`` ``[1, kv_heads, padded, head_dim]`` is scratch."""
         self.row_start, self.row_stop, self.kv = rows.start, rows.stop, kv
         self._mask, self._scale = mask, shape.scale
         count = rows.stop - rows.start
         self._split = (shape.kv_heads, count, shape.group, shape.head_dim)
         self._folded_rows = count * shape.group
-        self._queries = mask.new_zeros(1, shape.kv_heads, padded, shape.head_dim)
-        self._target = self._queries[0, :, : self._folded_rows].view(self._split).transpose(0, 1)
+        self.queries = mask.new_zeros(1, shape.kv_heads, padded, shape.head_dim)
+        self._target = self.queries[0, :, : self._folded_rows].view(self._split).transpose(0, 1)
 
     def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """See :class:`RowGroup`."""
         self._target.copy_(queries.view(self._target.shape))
+        attended = self.attended(layer)[0, :, : self._folded_rows]
+        out.view(self._target.shape).copy_(attended.view(self._split).transpose(0, 1))
+
+    def attended(self, layer: int) -> torch.Tensor:
+        """Attention of what stands in ``queries``, folded like it."""
         k, v = self.kv.keys[layer][None], self.kv.values[layer][None]
-        attended, _ = flash(self._queries, k, v, attn_mask=self._mask, scale=self._scale)
-        attended = attended[0, :, : self._folded_rows].view(self._split).transpose(0, 1)
-        out.view(self._target.shape).copy_(attended)
+        return flash(self.queries, k, v, attn_mask=self._mask, scale=self._scale)[0]
 
 
 class Split:

@@ -127,6 +127,13 @@ def sdpa_groups(shape: HeadShape) -> Grouping:
 
 
 def uniform_groups(shape: HeadShape) -> Grouping:
+    """:func:`masked_groups` as any other grouping."""
+    return masked_groups(shape)
+
+
+def masked_groups(
+    shape: HeadShape,
+) -> Callable[[Sequence[Span], torch.Tensor, int], Iterator[Masked]]:
     """Rows whose bits depend on their own position and nothing else (CPU).
 
     The flash kernel gives a row the same bits whatever rows stand beside it, if their number is a
@@ -138,7 +145,7 @@ def uniform_groups(shape: HeadShape) -> Grouping:
     """
     masks = _CellMasks(shape.group)
 
-    def group(cell: Run) -> RowGroup:
+    def group(cell: Run) -> Masked:
         key_stop = min((cell.first // CELL_TOKENS + 1) * CELL_TOKENS, cell.buffer.capacity)
         mask = masks.of(cell, key_stop)
         missing = -mask.shape[0] % ROW_MULTIPLE
@@ -146,9 +153,7 @@ def uniform_groups(shape: HeadShape) -> Grouping:
             mask = torch.cat([mask, mask[-1:].expand(missing, key_stop)])
         return Masked(shape, cell.rows, cell.views(key_stop), mask, mask.shape[0])
 
-    def groups(
-        spans: Sequence[Span], positions: torch.Tensor, block_rows: int
-    ) -> Iterator[RowGroup]:
+    def groups(spans: Sequence[Span], positions: torch.Tensor, block_rows: int) -> Iterator[Masked]:
         for run in _runs(spans, positions, block_rows, block_rows):
             yield from map(group, _cells(run))
 

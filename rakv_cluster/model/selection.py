@@ -23,6 +23,7 @@ from rakv_cluster.model.linear import (
     usable_kernels,
 )
 from rakv_cluster.model.llama import LlamaWeights, llama_weights
+from rakv_cluster.model.native_runner import NativeLlamaRunner
 from rakv_cluster.model.numerics import Numerics, observe_numerics
 from rakv_cluster.model.self_check import build_runner, check_step, largest_error
 from rakv_cluster.model.step import Runner
@@ -42,10 +43,13 @@ class KernelOptions:
     without it. A second copy of the weights, in the CPU kernels' own order, is kept if it fits
     ``packed_budget_bytes`` (0: never). ``numerics`` "uniform" wants logits whose bits do not depend
     on batching, speculation, prefill pieces or reuse (needs the packed copy); "fast" picks the
-    fastest kernel for each number of rows, and logits differ by rounding.
+    fastest PyTorch kernel for each number of rows, and logits differ by rounding. ``native`` "auto"
+    runs uniform steps of few rows on kernels compiled at load, where there is a GCC and they agree
+    with the packed products bit for bit.
     """
 
     fused: Literal["auto", "on", "off"] = "auto"
+    native: Literal["auto", "off"] = "auto"
     numerics: Literal["uniform", "fast"] = "uniform"
     packed_budget_bytes: int = 4 << 30
 
@@ -95,7 +99,7 @@ def _fused(model: PreTrainedModel, generic: Runner, options: KernelOptions) -> C
         if not error <= limit:  # also refuses NaN
             continue
         numerics = observe_numerics(runner)
-        if name == _UNIFORM and not numerics.bitwise:
+        if name in _BITWISE and not numerics.bitwise:
             continue  # this machine's kernels round by row count after all
         return ChosenRunner(runner, f"fused[{name}]", error, numerics)
     unpack_all(weights.linears)
@@ -104,7 +108,8 @@ def _fused(model: PreTrainedModel, generic: Runner, options: KernelOptions) -> C
     )
 
 
-_UNIFORM = "uniform"
+_NATIVE, _UNIFORM = "uniform,native", "uniform"
+_BITWISE = (_NATIVE, _UNIFORM)
 
 
 def _candidates(
@@ -115,9 +120,20 @@ def _candidates(
         packed = pack_all(weights.linears, options.packed_budget_bytes)
         kernels = usable_kernels(weights.layers[0].gate_up)
         if options.numerics == "uniform" and packed and Kernel.PACKED in kernels:
+            if options.native != "off":
+                yield from _native(weights)
             yield _UNIFORM, FusedLlamaRunner(weights, rows=UNIFORM_ROWS, uniform=True)
         costs = measure_costs([layer.linears for layer in weights.layers], weights.head, kernels)
         rows = plan_rows(costs)
         yield str(rows), FusedLlamaRunner(weights, rows=rows)
         unpack_all(weights.linears)
     yield str(PLAIN_ROWS), FusedLlamaRunner(weights, rows=PLAIN_ROWS)
+
+
+def _native(weights: LlamaWeights) -> Iterator[tuple[str, FusedLlamaRunner]]:
+    try:
+        runner = NativeLlamaRunner(weights)
+    except UnsupportedModel as error:
+        log.info("no native kernels: %s", error.message)
+        return
+    yield _NATIVE, runner

@@ -201,6 +201,7 @@ def load_served_model(source: str, settings: Settings) -> LoadedModel:
             threads=settings.threads_per_replica,
             kernels=KernelOptions(
                 fused=settings.fused,
+                native=settings.native,
                 numerics=settings.numerics,
                 packed_budget_bytes=settings.packed_budget_bytes,
             ),
