@@ -18,7 +18,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, PANEL = 64, UNIT = 32, TILE_ROWS = 8, AHEAD = 12 };
+enum { LANES = 16, PANEL = 64, UNIT = 32, TILE_ROWS = 6, AHEAD = 16 };
 
 typedef float vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(64), aligned(4)));
@@ -70,7 +70,8 @@ static inline void part(int64_t count, int64_t *start, int64_t *stop)
 
 /* --- products */
 
-/* `rows` x (`vecs` * LANES) outputs; both are constants where it is inlined. */
+/* `rows` x (`vecs` * LANES) outputs; both are constants where it is inlined. TILE_ROWS times PANEL of
+ * them are as many sums as the registers hold. */
 static inline __attribute__((always_inline)) void tile(
     const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
     int64_t y_stride, int add, const int rows, const int vecs)
@@ -113,33 +114,30 @@ static inline __attribute__((always_inline)) void tile(
 
 #define CASE(ROWS, VECS) \
     case ROWS: tile(x, x_stride, weight, column, y, y_stride, add, ROWS, VECS); break;
+#define CASES(VECS) CASE(1, VECS) CASE(2, VECS) CASE(3, VECS) CASE(4, VECS) CASE(5, VECS) CASE(6, VECS)
 
-/* A whole panel, of at most 6 rows: more accumulators than that do not fit the registers. */
 static void panel(const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
                   int64_t y_stride, int add, int64_t rows)
 {
-    switch (rows) {
-        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
-    }
+    switch (rows) { CASES(4) }
 }
 
-/* Half a panel, of at most TILE_ROWS rows. */
 static void half_panel(const float *x, int64_t x_stride, const Weight *weight, int64_t column,
                        float *y, int64_t y_stride, int add, int64_t rows)
 {
-    switch (rows) {
-        CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2)
-    }
+    switch (rows) { CASES(2) }
 }
 
-/* y[rows, start:stop] = x W^T + b, or added to what is there; in units of UNIT columns. */
+/* y[rows, start:stop] = x W^T + b, or added to what is there; in units of UNIT columns. Panel by
+ * panel: all rows pass while it is in the cache, in tiles of about equal size. */
 static void product(const float *x, int64_t x_stride, int64_t rows, const Weight *weight,
                     int64_t start, int64_t stop, float *y, int64_t y_stride, int add)
 {
+    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t column = start; column < stop;) {
-        int whole = rows <= 6 && column % PANEL == 0 && column + PANEL <= stop;
-        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-            int64_t count = least(rows - row, TILE_ROWS);
+        int whole = column % PANEL == 0 && column + PANEL <= stop;
+        for (int64_t i = 0; i < tiles; i++) {
+            int64_t row = rows * i / tiles, count = rows * (i + 1) / tiles - row;
             (whole ? panel : half_panel)(x + row * x_stride, x_stride, weight, column,
                                          y + row * y_stride, y_stride, add, count);
         }

@@ -21,8 +21,9 @@ from rakv_cluster.model.row_attention import Masked
 from rakv_cluster.model.row_groups import masked_groups
 from rakv_cluster.model.step import Span, Step, check_spans
 
-SMALL_ROWS = 16
-"""Up to so many rows the native products are the quicker ones (docs/experiments.md)."""
+SMALL_ROWS = 64
+"""Up to so many rows the native products are the quicker ones; from 128 on oneDNN's are as quick
+(docs/experiments.md)."""
 
 _FLOAT_BYTES = 4
 

@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from rakv_cluster.kv.buffer import KvBuffer
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""The CPU kernel behind ``F.scaled_dot_product_attention``, which drops the log-sum-exp."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -59,11 +62,12 @@ class RowGroup(Protocol):
 
 
 class KvViews:
-    """Views of a buffer in every layer, made once per step."""
+    """Views of a buffer in every layer, made once per step: ``[1, kv_heads, slots, head_dim]``, the
+    batch of one that the kernels want."""
 
     def __init__(self, buffer: KvBuffer, slots: slice | torch.Tensor, key_stop: int) -> None:
         """``slots`` are the rows' own; keys and values are the slots ``[0, key_stop)``."""
-        by_layer = buffer.data.flatten(0, 1)[:, :, :key_stop].unbind(0)
+        by_layer = buffer.data.flatten(0, 1)[:, None, :, :key_stop].unbind(0)
         self.keys = by_layer[0::2]
         self.values = by_layer[1::2]
         self._slots = slots
@@ -91,10 +95,10 @@ class OneRow:
 
     def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """See :class:`RowGroup`."""
-        q, k = queries.view(self._folded), self.kv.keys[layer].transpose(1, 2)
+        q, k = queries.view(self._folded), self.kv.keys[layer][0].transpose(1, 2)
         scores = torch.baddbmm(self._zero, q, k, beta=0, alpha=self._scale)
         weights = torch.softmax(scores, -1)
-        torch.bmm(weights, self.kv.values[layer], out=out.view(self._folded))
+        torch.bmm(weights, self.kv.values[layer][0], out=out.view(self._folded))
 
 
 class Masked:
@@ -121,7 +125,7 @@ class Masked:
 
     def attended(self, layer: int) -> torch.Tensor:
         """Attention of what stands in ``queries``, folded like it."""
-        k, v = self.kv.keys[layer][None], self.kv.values[layer][None]
+        k, v = self.kv.keys[layer], self.kv.values[layer]
         return flash(self.queries, k, v, attn_mask=self._mask, scale=self._scale)[0]
 
 
@@ -144,12 +148,12 @@ class Split:
         """See :class:`RowGroup`."""
         k, v = self.kv.keys[layer], self.kv.values[layer]
         shared = self._shared
-        rest, rest_lse = self._rest(queries, k[:, shared:], v[:, shared:])
+        rest, rest_lse = self._rest(queries, k[:, :, shared:], v[:, :, shared:])
         result = out.view(rest.shape)
         if shared == 0:
             result.copy_(rest)
             return
-        seen, seen_lse = self._folded(queries, k[:, :shared], v[:, :shared], None)
+        seen, seen_lse = self._folded(queries, k[:, :, :shared], v[:, :, :shared], None)
         # softmax over both parts: their outputs, weighted by their shares of the exponential sum
         share = torch.sigmoid(rest_lse - seen_lse).unsqueeze(-1).to(out.dtype)
         torch.lerp(seen, rest, share, out=result)
@@ -161,7 +165,7 @@ class Split:
             return self._folded(queries, k, v, self._mask)
         # A causal triangle needs one row per position: heads stay apart.
         apart = queries.transpose(0, 1)[None]
-        attended, lse = flash(apart, k[None], v[None], is_causal=True, scale=self._shape.scale)
+        attended, lse = flash(apart, k, v, is_causal=True, scale=self._shape.scale)
         split = (len(queries), self._shape.kv_heads, self._shape.group)
         return attended[0].transpose(0, 1).view(*split, -1), lse[0].t().reshape(split)
 
@@ -173,7 +177,7 @@ class Split:
         split = (shape.kv_heads, len(queries), shape.group)
         q = queries.view(len(queries), shape.kv_heads, shape.group, -1).transpose(0, 1)
         q = q.reshape(1, shape.kv_heads, -1, shape.head_dim)
-        attended, lse = flash(q, k[None], v[None], attn_mask=mask, scale=shape.scale)
+        attended, lse = flash(q, k, v, attn_mask=mask, scale=shape.scale)
         return attended.view(*split, -1).transpose(0, 1), lse.view(split).transpose(0, 1)
 
 
@@ -191,8 +195,8 @@ class Sdpa:
         """See :class:`RowGroup`."""
         attended = functional.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
-            self.kv.keys[layer][None],
-            self.kv.values[layer][None],
+            self.kv.keys[layer],
+            self.kv.values[layer],
             attn_mask=self._mask,
             is_causal=self._mask is None and self.row_stop - self.row_start > 1,
             scale=self._shape.scale,
@@ -210,8 +214,6 @@ def flash(
     attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU kernel behind ``F.scaled_dot_product_attention``, which drops the log-sum-exp."""
-    attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )
+    """Attention and its log-sum-exp."""
+    attended, lse = _FLASH(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
     return attended, lse

@@ -102,7 +102,7 @@ def test_logits_are_the_stock_forwards(kind: str, token_ids: tuple[torch.Tensor,
         expected = model(token_ids[0][None]).logits[0]
     runner = native_runner(model)
     target = buffer(runner)
-    for start, stop in ((0, 100), (100, 101), (101, 108), (108, 124), (124, 141), (141, LENGTH)):
+    for start, stop in ((0, 100), (100, 101), (101, 108), (108, 141), (141, LENGTH)):
         logits = forward(runner, [(target, token_ids[0], torch.arange(start, stop))])
         torch.testing.assert_close(logits, expected[start:stop], rtol=0, atol=2e-4)
 
@@ -115,7 +115,7 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
         running = sorted(sequence for sequence in left if left[sequence])
         pieces = []
         for sequence in draw(st.lists(st.sampled_from(running), min_size=1, unique=True)):
-            rows = draw(st.sampled_from([1, 2, 5, 7, SMALL_ROWS, SMALL_ROWS + 1, 64]))
+            rows = draw(st.sampled_from([1, 2, 5, 7, 19, SMALL_ROWS, SMALL_ROWS + 1]))
             pieces.append((sequence, min(rows, left[sequence])))
             left[sequence] -= pieces[-1][1]
         steps.append(pieces)
@@ -152,13 +152,13 @@ def test_bits_depend_on_no_schedule(
         assert torch.equal(stored, whole[sequence].slots(0, LENGTH))
 
 
-@pytest.mark.parametrize("count", [9, SMALL_ROWS + 4])
+@pytest.mark.parametrize("count", [9, SMALL_ROWS + 3])
 def test_scattered_rows_have_the_bits_of_one_pass(
     runner: NativeLlamaRunner, token_ids: tuple[torch.Tensor, ...], count: int
 ) -> None:
     target = buffer(runner)
     expected = forward(runner, [(target, token_ids[0], torch.arange(LENGTH))])
-    scattered = torch.tensor([1, 2, 60, 63, 64, 70, 130, 131, 179, *range(80, 100)])
+    scattered = torch.tensor([1, 2, 60, 63, 64, 70, 130, 131, 179, *range(72, 130)])
     scattered = scattered[:count].sort().values
     before = target.data.clone()
     target.data[:, :, :, scattered] = 9.0
