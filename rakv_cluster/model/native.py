@@ -117,6 +117,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rakv_layer": (_Address, _Address, _Address, _Address, _Int),
     "rakv_head": (*(_Address,) * 2, _Int, *(_Address,) * 4, _Int),
     "rakv_product": (_Address, _Address, _Int, _Address, _Int),
+    "rakv_collapse": (_Address,),
     "rakv_add_norm": (*(_Address,) * 5, _Int, _Int),
     "rakv_place": (_Address, _Address, _Address, _Int),
     "rakv_gather": (_Address, _Address, _Address),
@@ -197,7 +198,9 @@ class NativeWeights:
         if shape not in self._blocks:
             candidates = {n: NativeWeight(packed, bias, outputs, inputs, n) for n in _BLOCKS}
             self._blocks[shape] = _rounding_block(self._library, linear, candidates)
-        return NativeWeight(packed, bias, outputs, inputs, self._blocks[shape])
+        weight = NativeWeight(packed, bias, outputs, inputs, self._blocks[shape])
+        self._library.rakv_collapse(weight.address)
+        return weight
 
 
 def _packed_bytes(linear: Linear) -> int:

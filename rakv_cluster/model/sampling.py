@@ -194,9 +194,9 @@ def _highest(scores: torch.Tensor, eps: float) -> list[_Pick]:
 def _winners(scores: torch.Tensor) -> torch.Tensor:
     """Index of each row's highest score, the lowest on ties, int64 ``[R, 1]``."""
     best = scores.argmax(dim=-1, keepdim=True)
-    finite = scores.gather(-1, best).isfinite()
-    if not bool(finite.all()):
-        bad = (~finite).flatten().nonzero().flatten().tolist()
+    highest = scores.gather(-1, best).flatten().tolist()
+    bad = [row for row, score in enumerate(highest) if not math.isfinite(score)]
+    if bad:
         raise ValueError(f"no finite highest score in rows {bad}")
     return best
 
