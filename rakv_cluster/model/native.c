@@ -170,7 +170,7 @@ void rakv_collapse(const Weight *weight)
 
 /* --- one row, or a part of one. Not inlined: every caller gets the same instructions. */
 
-static __attribute__((noinline)) void norm(const float *x, const float *weight, float *out,
+static __attribute__((noinline, noclone)) void norm(const float *x, const float *weight, float *out,
                                            int64_t n, double eps)
 {
     vec squares = {0};
@@ -207,7 +207,7 @@ static inline vec exponential(vec x)
     return (vec)((ivec)p + (exponent << 23));
 }
 
-static __attribute__((noinline)) void activate(const float *gate, const float *up, float *out,
+static __attribute__((noinline, noclone)) void activate(const float *gate, const float *up, float *out,
                                                int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {
@@ -216,7 +216,7 @@ static __attribute__((noinline)) void activate(const float *gate, const float *u
     }
 }
 
-static __attribute__((noinline)) void rotate(const float *x, const float *cosines,
+static __attribute__((noinline, noclone)) void rotate(const float *x, const float *cosines,
                                              const float *sines, float *out, int64_t dim)
 {
     int64_t half = dim / 2;
