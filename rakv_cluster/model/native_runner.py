@@ -17,7 +17,7 @@ from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner
 from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel
 from rakv_cluster.model.llama import Layer, LlamaWeights
 from rakv_cluster.model.native import NativeStep, NativeWeights, native_library
-from rakv_cluster.model.row_attention import Masked
+from rakv_cluster.model.row_attention import HeadShape, Masked
 from rakv_cluster.model.row_groups import masked_groups
 from rakv_cluster.model.step import Span, Step, check_spans
 
@@ -28,6 +28,28 @@ SMALL_ROWS = 64
 _FLOAT_BYTES = 4
 
 
+class _WatchedGroup:
+    """A group whose span is watched; its rotated queries lie folded in the group's scratch."""
+
+    def __init__(
+        self, shape: HeadShape, span: Span, group: Masked, positions: torch.Tensor
+    ) -> None:
+        """``positions`` are the group's rows'."""
+        self._span, self._positions, self._scale = span, positions, shape.scale
+        rows = len(positions)
+        folded = group.queries[0, :, : rows * shape.group]
+        split = (shape.kv_heads, rows, shape.group, shape.head_dim)
+        self._queries = folded.view(split).transpose(1, 2)
+
+    def attend(self, layer: int) -> None:
+        """Tell the watch."""
+        watch = self._span.watch
+        if layer in watch.layers:
+            keys = self._span.buffer.keys(layer)
+            queries = self._queries.flatten(0, 1)
+            watch.observe(queries, keys, self._positions, scaling=self._scale, window=None)
+
+
 class _Block:
     """Rows of a step that run through each layer together, as the kernels see them."""
 
@@ -35,6 +57,7 @@ class _Block:
         self,
         rows: slice,
         groups: Sequence[Masked],
+        watched: Sequence[_WatchedGroup],
         *,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
@@ -44,6 +67,7 @@ class _Block:
         """``hidden`` and ``rotary`` are the block's rows; ``slots`` as :func:`_slots` has them."""
         count = rows.stop - rows.start
         self.rows, self.groups, self.hidden = rows, groups, hidden
+        self._watched = watched
         table = np.empty((8, count), np.int64)
         table[:4] = slots
         row_bytes = head_group * _FLOAT_BYTES
@@ -73,6 +97,8 @@ class _Block:
         """Attention of all groups: valid for the kernels as long as what is returned lives."""
         attended = [group.attended(layer).contiguous() for group in self.groups]
         self._attended[:] = [each.data_ptr() for each in attended]
+        for group in self._watched:
+            group.attend(layer)
         return attended
 
 
@@ -113,10 +139,12 @@ class NativeLlamaRunner(FusedLlamaRunner):
         blocks = []
         for start in range(0, total, size):
             rows = slice(start, min(start + size, total))
+            mine = [group for group in groups if rows.start <= group.row_start < rows.stop]
             blocks.append(
                 _Block(
                     rows,
-                    [group for group in groups if rows.start <= group.row_start < rows.stop],
+                    mine,
+                    self._watched(step, mine),
                     hidden=hidden[rows],
                     rotary=(cosines[rows], sines[rows]),
                     slots=slots[:, rows],
@@ -124,6 +152,17 @@ class NativeLlamaRunner(FusedLlamaRunner):
                 )
             )
         return blocks
+
+    def _watched(self, step: Step, groups: Sequence[Masked]) -> list[_WatchedGroup]:
+        return [
+            _WatchedGroup(
+                self._weights.shape, span, group, step.positions[group.row_start : group.row_stop]
+            )
+            for span in step.spans
+            if span.watch.layers
+            for group in groups
+            if span.row_start <= group.row_start < span.row_stop
+        ]
 
     def _run_small(self, block: _Block) -> None:
         """All layers over ``block.hidden``, in place."""

@@ -13,11 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model import native
+from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.linear import pack_all
 from rakv_cluster.model.llama import llama_weights
 from rakv_cluster.model.native_runner import SMALL_ROWS, NativeLlamaRunner
 from rakv_cluster.model.selection import KernelOptions, choose_runner
 from rakv_cluster.model.step import Span, Step
+from rakv_cluster.model.watch import AttentionWatch
 
 LENGTH = 180
 SIZES = {
@@ -187,6 +189,22 @@ def test_only_the_rows_asked_for_have_logits(
         rows = torch.tensor(wanted, dtype=torch.int64)
         logits = runner.forward(Step(token_ids[0][:20], positions, (span,), rows))
         assert torch.equal(logits, full[rows])
+
+
+def test_a_watch_sees_what_it_sees_of_the_fused_decoder(
+    runner: NativeLlamaRunner, token_ids: tuple[torch.Tensor, ...]
+) -> None:
+    seen = []
+    for each in (runner, FusedLlamaRunner(runner.weights)):
+        target, watch = buffer(runner), AttentionWatch((0, 1), 20)
+        for start, stop in ((0, 150), (150, LENGTH)):
+            positions = torch.arange(start, stop)
+            spans = (Span(target, 0, stop - start, start, stop - 1, watch),)
+            none = torch.tensor([], dtype=torch.int64)
+            each.forward(Step(token_ids[0][positions], positions, spans, none))
+        assert watch.rows == 2 * (LENGTH - 20)
+        seen.append(watch.figures(LENGTH))
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-5)
 
 
 def test_they_are_chosen_where_they_can_be(runner: NativeLlamaRunner) -> None:
