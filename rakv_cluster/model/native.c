@@ -75,21 +75,17 @@ static inline void part(int64_t count, int64_t *start, int64_t *stop)
 
 /* --- products */
 
-/* `rows` x (`vecs` * LANES) outputs; both are constants where it is inlined. TILE_ROWS times PANEL of
- * them are as many sums as the registers hold. */
+/* `rows` x (`vecs` * LANES) outputs; both are constants where it is inlined. TILE_ROWS x PANEL are
+ * as many sums as the registers hold. */
 static inline __attribute__((always_inline)) void tile(
     const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
     int64_t y_stride, int add, const int rows, const int vecs)
 {
     const float *w = weight->packed + (column / PANEL) * weight->inputs * PANEL + column % PANEL;
-    vec total[TILE_ROWS][PANEL / LANES];
+    vec total[TILE_ROWS][PANEL / LANES] = {0};
     for (int64_t from = 0; from < weight->inputs; from += weight->block) {
         int64_t to = least(from + weight->block, weight->inputs);
-        vec sum[TILE_ROWS][PANEL / LANES];
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++) sum[r][v] = (vec){0};
+        vec sum[TILE_ROWS][PANEL / LANES] = {0};
         for (int64_t k = from; k < to; k++) {
             vec column_k[PANEL / LANES];
 #pragma GCC unroll 4
@@ -105,8 +101,7 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++)
-                total[r][v] = from ? total[r][v] + sum[r][v] : sum[r][v];
+            for (int v = 0; v < vecs; v++) total[r][v] += sum[r][v];
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vecs; v++) {
@@ -117,20 +112,15 @@ static inline __attribute__((always_inline)) void tile(
         }
 }
 
-#define CASE(ROWS, VECS) \
-    case ROWS: tile(x, x_stride, weight, column, y, y_stride, add, ROWS, VECS); break;
-#define CASES(VECS) CASE(1, VECS) CASE(2, VECS) CASE(3, VECS) CASE(4, VECS) CASE(5, VECS) CASE(6, VECS)
+#define TILE(ROWS, VECS) tile(x, x_stride, weight, column, y, y_stride, add, ROWS, VECS)
+#define CASE(ROWS) \
+    case ROWS: whole ? TILE(ROWS, 4) : TILE(ROWS, 2); break;
 
+/* At most TILE_ROWS rows of a panel, or of UNIT columns of one. */
 static void panel(const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
-                  int64_t y_stride, int add, int64_t rows)
+                  int64_t y_stride, int add, int64_t rows, int whole)
 {
-    switch (rows) { CASES(4) }
-}
-
-static void half_panel(const float *x, int64_t x_stride, const Weight *weight, int64_t column,
-                       float *y, int64_t y_stride, int add, int64_t rows)
-{
-    switch (rows) { CASES(2) }
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 
 /* y[rows, start:stop] = x W^T + b, or added to what is there; in units of UNIT columns. Panel by
@@ -143,8 +133,8 @@ static void product(const float *x, int64_t x_stride, int64_t rows, const Weight
         int whole = column % PANEL == 0 && column + PANEL <= stop;
         for (int64_t i = 0; i < tiles; i++) {
             int64_t row = rows * i / tiles, count = rows * (i + 1) / tiles - row;
-            (whole ? panel : half_panel)(x + row * x_stride, x_stride, weight, column,
-                                         y + row * y_stride, y_stride, add, count);
+            panel(x + row * x_stride, x_stride, weight, column, y + row * y_stride, y_stride, add,
+                  count, whole);
         }
         column += whole ? PANEL : UNIT;
     }
@@ -168,10 +158,11 @@ void rakv_collapse(const Weight *weight)
         madvise((void *)page, huge, MADV_COLLAPSE);
 }
 
-/* --- one row, or a part of one. Not inlined: every caller gets the same instructions. */
+/* --- one row, or a part of one: every caller gets the same instructions */
 
-static __attribute__((noinline, noclone)) void norm(const float *x, const float *weight, float *out,
-                                           int64_t n, double eps)
+#define ALONE __attribute__((noinline, noclone))
+
+static ALONE void norm(const float *x, const float *weight, float *out, int64_t n, double eps)
 {
     vec squares = {0};
     for (int64_t i = 0; i < n; i += LANES) squares += get(x + i) * get(x + i);
@@ -207,8 +198,7 @@ static inline vec exponential(vec x)
     return (vec)((ivec)p + (exponent << 23));
 }
 
-static __attribute__((noinline, noclone)) void activate(const float *gate, const float *up, float *out,
-                                               int64_t n)
+static ALONE void activate(const float *gate, const float *up, float *out, int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {
         vec g = get(gate + i);
@@ -216,8 +206,8 @@ static __attribute__((noinline, noclone)) void activate(const float *gate, const
     }
 }
 
-static __attribute__((noinline, noclone)) void rotate(const float *x, const float *cosines,
-                                             const float *sines, float *out, int64_t dim)
+static ALONE void rotate(const float *x, const float *cosines, const float *sines, float *out,
+                         int64_t dim)
 {
     int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i++) {
