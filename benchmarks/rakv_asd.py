@@ -7,7 +7,8 @@
 The paper's comparison. A pair ``MODEL:self`` is a model and its own weights in four bits, a pair
 ``MODEL:N`` a model and the draft model made of its every N-th layer (made once, into the cache
 folder). Nothing is drafted from the text. One *block* serves one prompt by all policies, in
-another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts on every step, and adaptive.
+another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts on every step, adaptive, and
+adaptive without a bound on what one request may lose.
 Prompts and outputs of several lengths; times are of whole requests.
 
 ``--runs`` counts requests, all policies together. Each block is appended to ``F.blocks.jsonl``
@@ -41,13 +42,15 @@ from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NullDrafter
+from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.report import break_even
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.types import ReuseMode
 
-NO_CACHE, REUSE, ADAPTIVE = "no cache", "reuse K=0", "adaptive"
+NO_CACHE, REUSE = "no cache", "reuse K=0"
+ADAPTIVE, UNBOUNDED = "adaptive", "adaptive, unbounded"
 FIXED = (1, 2, 4, 8)
-POLICIES = (NO_CACHE, REUSE, *(f"K={drafts}" for drafts in FIXED), ADAPTIVE)
+POLICIES = (NO_CACHE, REUSE, *(f"K={drafts}" for drafts in FIXED), ADAPTIVE, UNBOUNDED)
 PROMPT_TOKENS = (64, 256, 768)
 OUTPUT_TOKENS = (32, 96)
 SHORT_OUTPUT_TOKENS = (16, 32)
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     per_pair = max(runs // len(POLICIES) // len(pairs), 1)
     recipe = (
         f"seed {options.seed} {'short' * options.short} {'cpu' * names.cpu_time} "
-        f"threads {names.threads} distilled {names.distill} {names.texts}"
+        f"threads {names.threads} distilled {names.distill} {names.texts} {len(POLICIES)} policies"
     )
     journal = Journal(options.json_path, recipe)
     results: dict[str, Any] = {}
@@ -152,7 +155,8 @@ class PairBench:
         )
         self._drafter = drafter()
         self._forced = self._policy("forced", self._drafter)
-        self._adaptive = self._policy("adaptive", drafter())
+        self._adaptive = self._policy(ADAPTIVE, drafter())
+        self._unbounded = self._policy(UNBOUNDED, drafter(), GovernorMode.THROUGHPUT)
         self._tasks = load_tasks(
             self._rig.loaded.tokenizer, 20, output_tokens=max(OUTPUT_TOKENS), seed=options.seed,
             categories=("summarization", "rag", "qa", "math_reasoning", "chat"), longest=10_000,
@@ -163,10 +167,11 @@ class PairBench:
         self._rig.close()
         self._costs_dir.cleanup()
 
-    def _policy(self, name: str, drafter: ModelDrafter) -> Policy:
-        speculator = Speculator(
-            self._rig.costs(), ControllerSettings(), self._rig.clock, NullDrafter, drafter
-        )
+    def _policy(
+        self, name: str, drafter: ModelDrafter, mode: GovernorMode = GovernorMode.BUCKET
+    ) -> Policy:
+        settings = ControllerSettings(governor=GovernorSettings(mode))
+        speculator = Speculator(self._rig.costs(), settings, self._rig.clock, NullDrafter, drafter)
         return self._rig.start(name, speculator)
 
     def measure(self, journal: Journal, blocks: int, left: int) -> list[Block]:
@@ -188,11 +193,12 @@ class PairBench:
         ids = self._prompt(index, size)
         task = Task("asd", f"{self.pair.name} {index}", ids, limit)
         self._rig.serve(self._forced, Task("asd", "warm-up", ids, 1), "off")
+        engines = {ADAPTIVE: self._adaptive, UNBOUNDED: self._unbounded}
         start = index % len(POLICIES)
         runs: dict[str, Run] = {}
         for policy in (*POLICIES[start:], *POLICIES[:start]):
             reuse = ReuseMode.OFF if policy == NO_CACHE else ReuseMode.EXACT
-            engine = self._adaptive if policy == ADAPTIVE else self._forced
+            engine = engines.get(policy, self._forced)
             runs[policy] = self._rig.serve(engine, task, _mode(policy), reuse=reuse)
         adaptive = runs[ADAPTIVE].stats.steps_by_drafts
         drafting = sum(steps for drafts, steps in adaptive.items() if drafts)
@@ -220,7 +226,7 @@ class PairBench:
     def summary(self, blocks: Sequence[Block], options: Options) -> dict[str, Any]:
         """Tables and figures of one pair."""
         totals = {policy: _mean_ms(blocks, policy) for policy in POLICIES}
-        others = [policy for policy in POLICIES if policy != ADAPTIVE]
+        others = [policy for policy in POLICIES if policy not in (ADAPTIVE, UNBOUNDED)]
         best = min(others, key=totals.__getitem__)
         against = {
             policy: bootstrap(
@@ -256,6 +262,7 @@ class PairBench:
             "latency reduction against reuse K=0": 1 - totals[ADAPTIVE] / totals[REUSE],
             "throughput gain over K=4": totals["K=4"] / totals[ADAPTIVE] - 1,
             "throughput gain over reuse K=0": totals[REUSE] / totals[ADAPTIVE] - 1,
+            "unbounded adaptive / best other": totals[UNBOUNDED] / totals[best],
             "break-even acceptance": self._break_even(),
             "decision accuracy": _decision_accuracy(blocks),
             "outputs equal": float(np.mean([block.equal for block in blocks])),
@@ -282,7 +289,7 @@ class PairBench:
 def _mode(policy: str) -> SpeculationMode:
     modes: dict[str, SpeculationMode] = {
         NO_CACHE: "off", REUSE: "off", "K=1": "1", "K=2": "2", "K=4": "4", "K=8": "8",
-        ADAPTIVE: "auto",
+        ADAPTIVE: "auto", UNBOUNDED: "auto",
     }  # fmt: skip
     return modes[policy]
 
@@ -329,7 +336,7 @@ def _requirements(pair: Pair, summary: dict[str, Any]) -> list[Requirement]:
 
 def _extra() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--runs", type=int, default=0, help="requests; 0: 3600, or 28 if short")
+    parser.add_argument("--runs", type=int, default=0, help="requests; 0: 3600, or 32 if short")
     parser.add_argument(
         "--pairs",
         type=model_and_draft,
