@@ -4,12 +4,12 @@
         [--pairs smollm2:self,smollm2:6] [--distill MINUTES] [--texts DIR] [--threads 2]
         [--cpu-time]
 
-The paper's comparison. A pair ``MODEL:self`` is a model and its own weights in four bits, a pair
-``MODEL:N`` a model and the draft model made of its every N-th layer (made once, into the cache
-folder). Nothing is drafted from the text. One *block* serves one prompt by all policies, in
-another order each time: no cache, cache with K=0, 1, 2, 4, 8 drafts on every step, adaptive, and
-adaptive without a bound on what one request may lose.
-Prompts and outputs of several lengths; times are of whole requests.
+The paper's comparison. A pair ``MODEL:N`` is a model and the draft model made of its every N-th
+layer (made once, into the cache folder); nothing is drafted from the text. A pair ``MODEL:self``
+is a model that drafts for itself, from the text and by its own weights in four bits. One *block*
+serves one prompt by all policies, in another order each time: no cache, cache with K=0, 1, 2, 4, 8
+drafts on every step, adaptive, and adaptive without a bound on what one request may lose. Prompts
+and outputs of several lengths; times are of whole requests.
 
 ``--runs`` counts requests, all policies together. Each block is appended to ``F.blocks.jsonl``
 when it is done, so that a run which was stopped goes on where it was.
@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.common import Options, Requirement, finish, parse_options, table
 from benchmarks.paired import bootstrap, mean
-from benchmarks.rakv_asd_pairs import Pair, model_and_draft, new_drafter
+from benchmarks.rakv_asd_pairs import SELF, Pair, model_and_draft, new_drafter
 from benchmarks.speculation_arms import CpuClock, Policy, Run, SpeculationRig
 from benchmarks.speculation_tasks import Task, load_tasks
 from rakv_cluster.clock import SystemClock
@@ -41,7 +41,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
-from rakv_cluster.speculation.drafters import NullDrafter
+from rakv_cluster.speculation.drafters import NullDrafter, SuffixDrafter
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.report import break_even
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
@@ -171,7 +171,8 @@ class PairBench:
         self, name: str, drafter: ModelDrafter, mode: GovernorMode = GovernorMode.BUCKET
     ) -> Policy:
         settings = ControllerSettings(governor=GovernorSettings(mode))
-        speculator = Speculator(self._rig.costs(), settings, self._rig.clock, NullDrafter, drafter)
+        text = SuffixDrafter if self.pair.draft == SELF else NullDrafter
+        speculator = Speculator(self._rig.costs(), settings, self._rig.clock, text, drafter)
         return self._rig.start(name, speculator)
 
     def measure(self, journal: Journal, blocks: int, left: int) -> list[Block]:

@@ -29,7 +29,8 @@ from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
-from rakv_cluster.speculation.speculator import Seat, SpeculationMode, Speculator
+from rakv_cluster.speculation.seats import Seat
+from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.speculation.verification import draft_limit, judge_block
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.speculation import NO_RULE

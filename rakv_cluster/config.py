@@ -184,13 +184,13 @@ class Settings(BaseModel):
 
     draft_model: str = Field(
         "",
-        description="model with the same vocabulary that drafts where the text so far offers "
-        "nothing (see `rakv model make-draft`); empty: none",
+        description="model with the same vocabulary that drafts where that promises more than the "
+        "text so far (see `rakv model make-draft`); empty: none",
     )
     self_draft: bool = Field(
         False,
-        description="there, draft with the model's own weights in four bits: 0.6 bytes a weight "
-        "more; needs the fused decoder on a CPU, and no draft_model",
+        description="draft with the model's own weights in four bits where that promises more than "
+        "the text: 0.6 bytes a weight more; needs the fused decoder on a CPU, and no draft_model",
     )
     draft_kv_budget_bytes: Bytes = Field(
         ByteSize(512 * MIB), description="the draft model's KV of running requests, per replica"

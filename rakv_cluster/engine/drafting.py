@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.sequence import Sequence
 from rakv_cluster.model.sampling import Choice
-from rakv_cluster.speculation.speculator import Seat, Speculator, StepPlan
+from rakv_cluster.speculation.seats import Seat
+from rakv_cluster.speculation.speculator import Speculator, StepPlan
 from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
 
 

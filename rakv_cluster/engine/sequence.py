@@ -16,7 +16,7 @@ from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.assembly import LoadJob
 from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.selection import Floats, Positions, no_positions, unknown
-from rakv_cluster.speculation.speculator import Speculation
+from rakv_cluster.speculation.seats import Speculation
 from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode, Tier
 
 Sink = Callable[[EngineEvent], None]

@@ -1,7 +1,8 @@
 """How many drafts each sequence gets in the next step.
 
 :func:`choose` is pure: it maps (hazards, ledgers, step costs) to a :class:`Decision` that says
-what it expected and why. :func:`settle` books what came of it. Neither reads a clock.
+what it expected and why. What came of it is booked by :mod:`rakv_cluster.speculation.booking`.
+Neither reads a clock.
 
 A step's extra rows are shared out by chance of survival: the best use of R rows over all
 sequences is the R likeliest drafts (a draft never survives its predecessor's rejection, so the
@@ -22,17 +23,12 @@ from rakv_cluster.speculation.governor import (
     ReplicaLedger,
     RequestLedger,
     allowance_ms,
-    charge,
 )
 from rakv_cluster.speculation.hazards import (
     REPLICA_DECAY,
     AcceptanceTracker,
     Hazards,
 )
-
-DRAFT_MS_GAIN_UP = 0.5
-DRAFT_MS_GAIN_DOWN = 0.1
-"""A drafter that becomes slow is believed soon, one that recovers with hesitation."""
 
 
 class Reason(str, Enum):
@@ -150,27 +146,6 @@ class Decision:
     options: tuple[Option, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step turned out to take and bring; ``plain_steps`` per candidate, in order.
-
-    ``draft_ms`` of guessing is 0 where the drafters were not asked; ``control_ms`` holds it and
-    what deciding and learning took beside it.
-    """
-
-    forward_ms: float
-    draft_ms: float
-    control_ms: float
-    plain_steps: tuple[int, ...]
-
-
-def book_setup(replica: ReplicaState, request: RequestState, ms: float) -> None:
-    """Book what it took to get a request's drafter ready."""
-    for ledger in (replica.ledger, request.ledger):
-        ledger.overspend_ms += ms
-    replica.ledger.debt_ms += ms
-
-
 def may_draft(
     settings: ControllerSettings,
     replica: ReplicaState,
@@ -242,6 +217,29 @@ def choose(
         allowance_ms=allowed_ms,
         options=options,
     )
+
+
+def promise(
+    settings: ControllerSettings,
+    replica: ReplicaState,
+    candidate: Candidate,
+    costs: StepCosts,
+    batch: int,
+) -> float:
+    """Most tokens per ms that a step of ``batch`` sequences could bring by this one's drafts, as
+    far as its request may go; 0 where no cost is known."""
+    base_ms = costs.at(batch)
+    if math.isinf(base_ms):
+        return 0.0
+    ledgers = [candidate.state.ledger]
+    allowed_ms = allowance_ms(
+        settings.governor, replica.ledger, ledgers, base_ms=base_ms, batch=batch
+    )
+    base = Option(batch, base_ms, base_ms, float(batch), True)
+    reserve = settings.governor.reserve
+    slots = _slots(settings, (candidate,))
+    options = _options(slots, (candidate,), costs, base, allowed_ms, reserve=reserve)
+    return max(option.tokens / option.hoped_ms for option in options if option.allowed)
 
 
 def _slots(
@@ -352,40 +350,3 @@ def _probes(
     cost_ms = options[1].ms - options[0].ms + catch_up_ms
     affordable_ms = settings.probe_share * replica.unprobed_steps * options[0].ms
     return any(c.by_model for c in candidates) and cost_ms <= affordable_ms
-
-
-def settle(
-    settings: ControllerSettings,
-    replica: ReplicaState,
-    candidates: Sequence[Candidate],
-    decision: Decision,
-    result: StepResult,
-) -> None:
-    """Book a step's cost to the ledgers. Acceptance is scored by each request's tracker.
-
-    A plain step costs what K=0 costs by definition, plus what speculation itself took; forced
-    requests are neither charged nor protected.
-    """
-    drafting = decision.reason.drafts
-    replica.unprobed_steps = 0 if drafting else replica.unprobed_steps + 1
-    if drafting:
-        replica.drafting_steps += 1
-    elif decision.rows == len(candidates):
-        replica.drafting_steps = 0
-    if result.draft_ms > 0:
-        rise_ms = result.draft_ms - replica.draft_ms
-        replica.draft_ms += rise_ms * (DRAFT_MS_GAIN_UP if rise_ms > 0 else DRAFT_MS_GAIN_DOWN)
-    free = [index for index, candidate in enumerate(candidates) if candidate.forced < 0]
-    if not free or math.isinf(decision.base_ms):
-        return
-    spent_ms = decision.base_ms
-    if drafting:
-        spent_ms = min(result.forward_ms, settings.stall_factor * decision.predicted_ms)
-    charge(
-        settings.governor,
-        replica.ledger,
-        [candidates[index].state.ledger for index in free],
-        base_ms=decision.base_ms,
-        spent_ms=spent_ms + result.control_ms,
-        plain_steps=[result.plain_steps[index] for index in free],
-    )

@@ -102,12 +102,14 @@ def survivals(request: Hazards, replica: Hazards, context: int, count: int) -> l
 
 @dataclass(slots=True)
 class Trial:
-    """A guess and how far the tokens that followed have borne it out."""
+    """A guess and how far the tokens that followed have borne it out; one that is only ``watched``
+    was no choice between numbers of drafts."""
 
     context: int
     token_ids: tuple[int, ...]
     costs: ArmCosts
     matched: int = 0
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class AcceptanceTracker:
     Only decision points are scored. At K=0 a token that was guessed right would not have been a
     decision point had it been drafted, so no trial is opened on it: scoring every position
     over-estimates, because easy positions sit inside accepted runs. Every step emits a token, so
-    no more trials are open at once than a guess has tokens.
+    no more trials are open at once than two guesses have tokens.
     """
 
     def __init__(self, replica: Hazards) -> None:
@@ -148,8 +150,14 @@ class AcceptanceTracker:
             self._trials.append(Trial(self.context(match_tokens), tuple(drafts), costs))
         self._skip_next = False
 
+    def watch(self, drafts: Sequence[int], match_tokens: int, costs: ArmCosts) -> None:
+        """A step guessed ``drafts`` and checked others in their place: call before :meth:`open`."""
+        if drafts:
+            context = self.context(match_tokens)
+            self._trials.append(Trial(context, tuple(drafts), costs, watched=True))
+
     def follow(self, tokens: Sequence[int]) -> list[ScoredTrial]:
-        """The sequence grew by these tokens; returns the trials that this settles."""
+        """The sequence grew by these tokens; returns the trials of choices that this settles."""
         if tokens and self._trials and self._trials[-1].matched == 0:
             fresh = self._trials[-1]
             right = fresh.token_ids[0] == tokens[0]
@@ -162,7 +170,7 @@ class AcceptanceTracker:
         for trial in self._trials:
             if self._advance(trial, tokens):
                 alive.append(trial)
-            else:
+            elif not trial.watched:
                 settled.append(ScoredTrial(trial.matched, trial.costs))
         self._trials = alive
         return settled

@@ -94,7 +94,7 @@ class StepTrace:
     were guessed; ``expected_tokens`` are those of the whole step of ``batch`` requests.
     ``base_ms`` is the plain step by the measured costs and ``predicted_ms`` the step chosen (0:
     never measured); ``measured_ms`` is what it took (0 for a step that was left alone),
-    ``control_ms`` what guessing, deciding and learning took beside it.
+    ``control_ms`` what guessing, deciding, a model's drafts and learning took beside it.
     """
 
     reason: str

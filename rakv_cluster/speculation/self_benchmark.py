@@ -32,9 +32,9 @@ class BenchmarkPlan:
     """
 
     rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
-    context_tokens: tuple[int, ...] = (64, 2048)
+    context_tokens: tuple[int, ...] = (64, 512, 2048)
     rounds: int = 5
-    budget_s: float = 3.0
+    budget_s: float = 5.0
 
 
 def seeded_costs(

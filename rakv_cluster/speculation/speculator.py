@@ -8,18 +8,17 @@ thread only.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from rakv_cluster.clock import Clock
-from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
+from rakv_cluster.speculation.booking import StepResult, book_setup, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
@@ -27,22 +26,18 @@ from rakv_cluster.speculation.controller import (
     Reason,
     ReplicaState,
     RequestState,
-    StepResult,
-    book_setup,
     choose,
     may_draft,
-    settle,
 )
 from rakv_cluster.speculation.cost_model import ArmCosts, CostSample, CostTable, StepCosts
-from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter
+from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
 from rakv_cluster.speculation.governor import charge
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
+from rakv_cluster.speculation.seats import Seat, Speculation
+from rakv_cluster.speculation.sources import Sources
 from rakv_cluster.speculation.verification import Verdict
 
-log = logging.getLogger(__name__)
-
-_ASSUMED_TRIALS = 20.0
 _LONGEST_REST_STEPS = 64
 
 SpeculationMode = Literal["auto", "off", "1", "2", "4", "8", "trace"]
@@ -52,53 +47,25 @@ is "auto" with every step's decision kept."""
 SPECULATION_MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 
 
-@dataclass(slots=True)
-class Speculation:
-    """One request's drafters and learned state; ``followed`` tokens are known to the drafters."""
-
-    drafter: Drafter
-    state: RequestState
-    forced: int
-    model: DraftState | None = None
-    traced: bool = False
-    followed: int = 0
-    text_drafts: int = 0
-    model_drafts: int = 0
-    tally: HindsightTally = field(default_factory=HindsightTally)
-    trace: list[StepTrace] = field(default_factory=list)
-
-    @property
-    def is_off(self) -> bool:
-        """Whether this request never drafts."""
-        return self.forced == 0
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A sequence's place in the next step: all its tokens so far, and most drafts it can use.
-
-    ``limit`` comes from :func:`rakv_cluster.speculation.verification.draft_limit`. ``kv`` is the
-    KV of all tokens but the last, with room for the drafts; None: there is no model.
-    """
-
-    speculation: Speculation
-    ids: np.ndarray
-    limit: int
-    kv: KvBuffer | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Drafts per sequence for the next step, and why."""
+    """Drafts per sequence for the next step, and why.
+
+    ``guesses`` are what the drafts were taken from; ``passed_over`` what the text offered where a
+    model was asked. ``control_ms`` holds all that planning took: ``draft_ms`` of guessing, which
+    every decision needs, and ``making_ms`` of a model's drafts, which this one was for.
+    """
 
     drafts: tuple[tuple[int, ...], ...]
     decision: Decision
     seats: tuple[Seat, ...]
     guesses: tuple[Draft, ...]
+    passed_over: tuple[Draft, ...]
     candidates: tuple[Candidate, ...]
     costs: StepCosts
     context_tokens: int
     draft_ms: float
+    making_ms: float
     control_ms: float
 
 
@@ -113,15 +80,13 @@ class Speculator:
         new_drafter: Callable[[], Drafter] = SuffixDrafter,
         draft_model: ModelDrafter | None = None,
     ) -> None:
-        """``draft_model`` is asked where a sequence's own drafter has no guess."""
+        """``draft_model`` is asked where it promises more than a sequence's own drafter."""
         self.table = table
         self.replica = ReplicaState()
         self._settings = settings
         self._clock = clock
         self._new_drafter = new_drafter
-        self._draft_model = draft_model
-        if draft_model is not None:
-            self.replica.hazards.assume(0, draft_model.agreement, weight=_ASSUMED_TRIALS)
+        self._sources = Sources(settings, self.replica, clock, draft_model)
         self._tally = HindsightTally()
         self._steps_by_reason: Counter[str] = Counter()
         self._steps_by_drafts: Counter[int] = Counter()
@@ -142,7 +107,7 @@ class Speculator:
         if mode == "off":
             return Speculation(NullDrafter(), state, forced=0)
         forced = int(mode) if mode.isdecimal() else -1
-        model = DraftState(rule) if self._draft_model is not None else None
+        model = self._sources.begin(rule)
         speculation = Speculation(self._new_drafter(), state, forced, model, traced=mode == "trace")
         started_s = self._clock.monotonic_s()
         self._follow(speculation, ids)
@@ -183,13 +148,14 @@ class Speculator:
         """Drafts for a decode step over these sequences."""
         started_s = self._clock.monotonic_s()
         costs = self._costs(seats)
-        guesses = self._guesses(seats, costs)
+        texts = self._guesses(seats, costs)
         candidates = tuple(
-            self._candidate(seat, guess) for seat, guess in zip(seats, guesses, strict=True)
+            self._sources.candidate(seat, text, costs, len(seats))
+            for seat, text in zip(seats, texts, strict=True)
         )
         draft_ms = (self._clock.monotonic_s() - started_s) * 1e3
         decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
-        guesses = self._made(seats, guesses, decision.drafts)
+        guesses, making_ms = self._sources.made(seats, texts, candidates, decision.drafts)
         drafts = tuple(
             guess.token_ids[:count] for guess, count in zip(guesses, decision.drafts, strict=True)
         )
@@ -200,19 +166,25 @@ class Speculator:
             decision=decision,
             seats=tuple(seats),
             guesses=guesses,
+            passed_over=tuple(
+                NO_DRAFT if guess is text else text
+                for guess, text in zip(guesses, texts, strict=True)
+            ),
             candidates=candidates,
             costs=costs,
             context_tokens=_context_tokens(seats),
             draft_ms=draft_ms,
+            making_ms=making_ms,
             control_ms=control_ms,
         )
 
     def _rest_after(self, plan: StepPlan) -> int:
         """Plain steps that pay for one more decision, where nothing is left to pay for it."""
-        if plan.decision.allowance_ms >= plan.control_ms or math.isinf(plan.decision.base_ms):
+        deciding_ms = plan.control_ms - plan.making_ms
+        if plan.decision.allowance_ms >= deciding_ms or math.isinf(plan.decision.base_ms):
             return 0
         paid_ms = self._settings.governor.refill_share * plan.decision.base_ms
-        return min(math.ceil(plan.control_ms / paid_ms), _LONGEST_REST_STEPS)
+        return min(math.ceil(deciding_ms / paid_ms), _LONGEST_REST_STEPS)
 
     def _guesses(self, seats: Sequence[Seat], costs: StepCosts) -> tuple[Draft, ...]:
         states = [seat.speculation.state for seat in seats]
@@ -227,47 +199,6 @@ class Speculator:
             limit = min(seat.limit, self._settings.max_drafts)
             guesses.append(seat.speculation.drafter.propose(limit))
         return tuple(guesses)
-
-    def _candidate(self, seat: Seat, guess: Draft) -> Candidate:
-        """The sequence's guess, or what the draft model could make of it if there is none."""
-        speculation, model = seat.speculation, seat.speculation.model
-        if not guess.token_ids and model is not None and self._draft_model is not None:
-            limit = min(seat.limit, self._settings.max_drafts)
-            wish = DraftWish(model, limit, seat.kv)
-            if limit > 0 and not speculation.is_off and self._draft_model.can_draft(wish):
-                return Candidate(
-                    speculation.state,
-                    limit,
-                    forced=speculation.forced,
-                    by_model=True,
-                    round_ms=self._draft_model.round_ms,
-                    catch_up_ms=self._draft_model.catch_up_ms(model),
-                )
-        return Candidate(
-            speculation.state, len(guess.token_ids), guess.match_tokens, speculation.forced
-        )
-
-    def _made(
-        self, seats: Sequence[Seat], guesses: tuple[Draft, ...], counts: Sequence[int]
-    ) -> tuple[Draft, ...]:
-        """The guesses, with those that the draft model was left to make."""
-        wishes = [
-            DraftWish(model, count, seat.kv)
-            for seat, guess, count in zip(seats, guesses, counts, strict=True)
-            if count and not guess.token_ids and (model := seat.speculation.model) is not None
-        ]
-        if not wishes or self._draft_model is None:
-            return guesses
-        try:
-            made = iter(self._draft_model.draft(wishes))
-        except Exception:  # out of memory and kernel errors come as any type
-            log.exception("the draft model failed and is not asked again")
-            self._draft_model = None
-            return guesses
-        return tuple(
-            Draft(next(made)) if count and not guess.token_ids else guess
-            for guess, count in zip(guesses, counts, strict=True)
-        )
 
     def _follow(self, speculation: Speculation, ids: np.ndarray) -> None:
         """Catch up with what the sequence has become since the last call."""
@@ -293,8 +224,10 @@ class Speculator:
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
-        per_seat = zip(plan.seats, plan.drafts, plan.guesses, plan.candidates, strict=True)
-        for seat, drafts, guess, candidate in per_seat:
+        per_seat = zip(
+            plan.seats, plan.drafts, plan.guesses, plan.passed_over, plan.candidates, strict=True
+        )
+        for seat, drafts, guess, passed_over, candidate in per_seat:
             speculation = seat.speculation
             if candidate.by_model:
                 speculation.model_drafts += len(drafts)
@@ -302,7 +235,9 @@ class Speculator:
                 speculation.text_drafts += len(drafts)
             self._steps_by_drafts[len(drafts)] += 1
             costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
-            speculation.state.acceptance.open(guess.token_ids, guess.match_tokens, costs)
+            acceptance = speculation.state.acceptance
+            acceptance.watch(passed_over.token_ids, passed_over.match_tokens, costs)
+            acceptance.open(guess.token_ids, guess.match_tokens, costs)
             # What a draft model would have said is not known unless it was asked.
             unknown = speculation.is_off or speculation.model is not None
             if not unknown and not guess.token_ids and costs.known:
@@ -333,8 +268,7 @@ class Speculator:
 
     def finish(self, speculation: Speculation, ids: np.ndarray) -> None:
         """The request ended with these tokens: keep its hindsight."""
-        if speculation.model is not None and self._draft_model is not None:
-            self._draft_model.close(speculation.model)
+        self._sources.finish(speculation.model)
         if speculation.is_off:
             return
         self._follow(speculation, ids)

@@ -16,7 +16,8 @@ from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.speculation.controller import ControllerSettings, Reason
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.drafters import Draft
-from rakv_cluster.speculation.speculator import Seat, Speculation, Speculator
+from rakv_cluster.speculation.seats import Seat, Speculation
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.types import SamplingParams

@@ -6,16 +6,15 @@ import math
 
 import pytest
 
+from rakv_cluster.speculation.booking import StepResult, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
     Reason,
     ReplicaState,
     RequestState,
-    StepResult,
     choose,
     may_draft,
-    settle,
 )
 from rakv_cluster.speculation.cost_model import ArmCosts, StepCosts
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings

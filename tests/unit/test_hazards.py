@@ -107,3 +107,17 @@ def test_deep_positions_share_the_last_hazard() -> None:
 
     assert chances == sorted(chances, reverse=True)
     assert chances[14] / chances[13] == pytest.approx(chances[6] / chances[5])
+
+
+def test_a_guess_that_is_only_watched_teaches_and_is_no_choice() -> None:
+    replica = Hazards(REPLICA_DECAY)
+    subject = AcceptanceTracker(replica)
+    costs = ArmCosts(1, 1.0, ())
+
+    subject.watch([5, 6], 2, costs)
+    subject.open([7, 8], 0, costs)
+    settled = subject.follow([7, 9])
+
+    assert [trial.accepted for trial in settled] == [1]
+    assert AcceptanceTracker(replica).survivals(2, 1)[0] < PRIOR_FIRST
+    assert AcceptanceTracker(replica).survivals(0, 1)[0] > PRIOR_FIRST

@@ -15,7 +15,8 @@ from rakv_cluster.cli.main import app
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.report import figures
-from rakv_cluster.speculation.speculator import Seat, Speculator
+from rakv_cluster.speculation.seats import Seat
+from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.speculation.verification import judge_block
 from rakv_cluster.telemetry import Figures
 from rakv_cluster.testing import ManualClock

@@ -9,11 +9,8 @@ import pytest
 
 from rakv_cluster.speculation.controller import ControllerSettings, Reason
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
-from rakv_cluster.speculation.speculator import (
-    Seat,
-    SpeculationMode,
-    Speculator,
-)
+from rakv_cluster.speculation.seats import Seat
+from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.speculation.verification import judge_block
 from rakv_cluster.testing import ManualClock
 from rakv_cluster.testing.speculation import NO_RULE
