@@ -8,7 +8,8 @@ Pure: arrays in, arrays out. DESIGN.md section 9:
 That is the request's own time. What its work costs the others is priced beside it
 (``crowding_ms``): a millisecond of loading or prefill is a millisecond for every request there, so
 a router that minimizes each request's own time spreads cached prompts until all replicas are busy
-loading. The pull to the replica that has the KV already grows with the load (docs/adr/0086).
+loading. The pull to the replica that has the KV already grows with the load (docs/adr/0086). Where
+much came lately, much will come again (docs/adr/0087).
 
 Reuse here is of whole leading chunks, as in exact mode; the worker's own planner decides again
 with what it finds. One request against R replicas and C chunks is a handful of passes over
@@ -32,6 +33,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 MAX_CROWDING = 256.0
+# Per token that cannot be reached: finite, for a clipped last chunk may have no tokens.
 _NEVER_MS = 1e15
 
 
