@@ -242,6 +242,8 @@ class Settings(BaseModel):
             raise ValueError("tls_cert_file and tls_key_file need each other")
         if self.self_draft and self.draft_model:
             raise ValueError("self_draft and draft_model are both set; choose one")
+        if self.self_draft and (self.fused == "off" or self.device != "cpu"):
+            raise ValueError("self_draft needs the fused decoder on a CPU")
         for host in (self.host, self.grpc_host):
             if not self.has_api_keys and not is_loopback(host):
                 raise ValueError(

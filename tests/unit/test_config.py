@@ -101,6 +101,21 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert load_settings(environ={}, file=file) == Settings()
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"draft_model": "drafts/small"}, "choose one"),
+        ({"fused": "off"}, "fused decoder"),
+        ({"device": "cuda"}, "on a CPU"),
+    ],
+)
+def test_a_model_that_drafts_for_itself_needs_what_it_needs(
+    flags: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_settings({"self_draft": True, **flags}, environ={})
+
+
 def test_replicas_share_the_cores_unless_told() -> None:
     assert load_settings({"threads": 3}, environ={}).threads_per_replica == 3
     assert load_settings({"replicas": 10_000}, environ={}).threads_per_replica == 1
