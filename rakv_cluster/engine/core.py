@@ -7,7 +7,7 @@ shell that other threads talk to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
@@ -216,6 +216,10 @@ class EngineCore:
             self._pool.leased_bytes,
             self._pool.budget_bytes,
         )
+
+    def settle(self, keys: Collection[bytes]) -> None:
+        """Wait for writes of ``keys`` (see :meth:`Saver.settle`); any thread but the engine's."""
+        self._saver.settle(keys)
 
     def stats(self) -> EngineStats:
         """Sizes and totals. Reads only counters and lengths, so any thread may call it."""

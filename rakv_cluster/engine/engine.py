@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
@@ -141,6 +142,10 @@ class Engine:
             if request_id in self._open:
                 self._cancelled.add(request_id)
         self._woken.set()
+
+    def settle(self, keys: Collection[bytes]) -> None:
+        """Wait, for a bounded time, until KV on its way to the store is there."""
+        self._core.settle(keys)
 
     def stats(self) -> EngineStats:
         """Sizes now and totals since start."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,7 +121,7 @@ class Saver:
         if not self._workers.submit(lambda: self._save(key, record, copy, nbytes, importance)):
             self._finish(key, nbytes, taken=0, dropped=1)
 
-    def settle(self, keys: Sequence[bytes]) -> None:
+    def settle(self, keys: Collection[bytes]) -> None:
         """Wait for pending writes of ``keys``, so that a client's next request sees its last one.
 
         No write is waited for beyond ``settle_s`` after it was queued: a store that hangs delays

@@ -105,7 +105,7 @@ def _add_prompt_routes(app: FastAPI, cache: CacheApi, body: _Body) -> None:
         responses=answered(described(removed_records=COUNT)),
     )
     async def evict(request: Request) -> Response:
-        """Remove a prompt's chunks from all nodes' disks; admin scope."""
+        """Remove a prompt's chunks from all disks and replicas; counts disks'; admin scope."""
         removed = await cache.evict(prompt_request(await body(request), {}), caller_of(request))
         return json_response({"removed_records": removed})
 

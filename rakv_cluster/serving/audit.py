@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -120,6 +120,10 @@ class AuditedBackend:
     async def stats(self) -> dict[str, Figures]:
         """As the backend does."""
         return await self._backend.stats()
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """As the backend does."""
+        await self._backend.forget(keys)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """As the backend does."""

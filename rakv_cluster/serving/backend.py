@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -40,6 +40,13 @@ class Backend(Protocol):
 
     async def stats(self) -> dict[str, Figures]:
         """Figures of every replica that answers, by its name."""
+        ...
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove KV from every replica's store, what is on its way there included.
+
+        Waits for replicas that do not answer a bounded time, then for none.
+        """
         ...
 
 
@@ -98,6 +105,10 @@ class Failover:
     async def stats(self) -> dict[str, Figures]:
         """As the backend does."""
         return await self._backend.stats()
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """As the backend does."""
+        await self._backend.forget(keys)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """As the backend does, but raises :class:`RequestRefused` instead of ``ReplicaLost``."""

@@ -126,10 +126,15 @@ class CacheApi:
         return sum((await _answered(lambda: self._admin.unpin(keys, name))).values())
 
     async def evict(self, request: GenerationRequest, caller: Caller) -> int:
-        """Remove a prompt's chunks from all nodes; how many records went. Needs the admin scope."""
+        """Remove a prompt's chunks from all disks and replicas; how many records the disks had.
+
+        A request that runs meanwhile and has read them may store them again. Needs the admin scope.
+        """
         caller.require_admin()
         keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
         removed = await _answered(lambda: self._admin.evict(keys))
+        # After the disks: what a replica has in RAM by now, it did not just load from one.
+        await self._service.backend.forget(keys)
         return sum(len(held) for held in removed.values())
 
     async def drain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -28,6 +29,9 @@ from rakv_cluster.serving.hedging import HedgePolicy, hedged
 from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import FinishReason
 
+log = logging.getLogger(__name__)
+
+_FORGET_TIMEOUT_S = 10.0
 _NATURAL_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -76,6 +80,15 @@ class HandleBackend:
             if not isinstance(answer, BaseException)
             for name, figures in answer.items()
         }
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        with _translated():
+            answers = self._worker.broadcast("forget", list(keys))
+            try:
+                # One that ends meanwhile has nothing to forget any more.
+                await answers.results_async(timeout_s=_FORGET_TIMEOUT_S, return_exceptions=True)
+            except TimeoutError:
+                log.warning("a replica has not said in time that it forgot %d keys", len(keys))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         ticket = self._ticket(request)

@@ -154,6 +154,10 @@ class Replica:
         )
         return {self._name: figures}
 
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove KV from RAM, and what of it was on its way to the disk from there."""
+        await asyncio.to_thread(self._forget, keys)
+
     def check(self) -> None:
         """Raise :class:`Unavailable` unless the engine works."""
         if not self._engine.healthy():
@@ -164,6 +168,10 @@ class Replica:
         self._engine.stop()
         self._keep_costs()
         self._store.close()
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self._engine.settle(keys)
+        self._store.delete(keys)
 
     def _keep_costs(self) -> None:
         """What was learned of step costs serves the first request after the next start."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,10 @@ class Worker:
     async def stats(self) -> dict[str, Figures]:
         """See :meth:`Replica.stats`."""
         return await self._replica.stats()
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """See :meth:`Replica.forget`."""
+        await self._replica.forget(keys)
 
     def check_health(self) -> None:
         """Serve replaces a replica whose check raises."""

@@ -4,7 +4,7 @@ come from a function. For tests of what stands in front of replicas, in millisec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from random import Random
 
 from fastapi import FastAPI
@@ -71,6 +71,9 @@ class ScriptedBackend:
 
     async def stats(self) -> dict[str, Figures]:
         return {"scripted": self.figures}
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        self._cached.difference_update(keys)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         self.requests.append(request)

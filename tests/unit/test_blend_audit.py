@@ -41,6 +41,9 @@ class Replicas:
     async def stats(self) -> dict[str, Figures]:
         return {}
 
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        raise NotImplementedError
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         self.asked.append(request)
         blends = request.reuse is ReuseMode.BLEND and not request.blend.refusal

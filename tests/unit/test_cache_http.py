@@ -97,6 +97,8 @@ async def test_a_prompt_is_warmed_found_pinned_and_removed(served: Served) -> No
     assert stats["shards_by_node"]["n1"]["records"] == chunks
     assert removed == {"removed_records": chunks}
     assert (await served.done("/v1/cache/lookup", CHAT))["stored_tokens"] == 0
+    again = await served.done("/v1/chat/completions", CHAT)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_node_is_drained_before_it_is_removed(served: Served) -> None:

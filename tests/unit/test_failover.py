@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -49,6 +49,9 @@ class DyingReplicas:
 
     async def stats(self) -> dict[str, Figures]:
         return {}
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        raise NotImplementedError
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         self.seen.append(request)
