@@ -7,9 +7,12 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from rakv_cluster.errors import InvalidRequest
-from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.cache_api import CacheApi
-from rakv_cluster.serving.document_registry import LeftDocument
+from rakv_cluster.serving.document_registry import (
+    LeftDocument,
+    check_size,
+    unknown_document,
+)
 from rakv_cluster.serving.http_access import caller_of
 from rakv_cluster.serving.http_io import json_response, read_body
 from rakv_cluster.serving.openai_models import LONGEST_DOCUMENT_ID, parse_object
@@ -51,13 +54,13 @@ def add_document_routes(app: FastAPI, service: Service, cache: CacheApi) -> None
         name, text, system = _checked(data)
         caller = caller_of(request)
         document = LeftDocument(name, text, service.clock.wall_s())
-        service.documents.check(document)
+        check_size(document, int(service.settings.documents_budget_bytes))
         front = [{"role": "system", "content": system}] if system else []
         messages = [*front, {"role": "user", "content": "?"}]
         documents = [{"id": name, "text": text}]
         warmed = prompt_request({"messages": messages, "documents": documents}, {})
         totals = await cache.warm(warmed, caller)
-        service.documents.leave(caller.tenant, document)
+        await service.documents.leave(caller.tenant, document)
         return json_response({**_shown(document), "usage": totals.usage()})
 
     @app.get(
@@ -66,13 +69,14 @@ def add_document_routes(app: FastAPI, service: Service, cache: CacheApi) -> None
     )
     async def list_documents(request: Request) -> Response:
         """The caller's documents."""
-        kept = service.documents.all(caller_of(request).tenant)
+        kept = await service.documents.all(caller_of(request).tenant)
         return json_response({"object": "list", "data": [_shown(document) for document in kept]})
 
     @app.get("/v1/documents/{name:path}", responses=answered(_DOCUMENT))
     async def show(request: Request, name: str) -> Response:
         """One of the caller's documents."""
-        return json_response(_shown(service.documents.get(caller_of(request).tenant, name)))
+        kept = await service.documents.get(caller_of(request).tenant, name)
+        return json_response(_shown(kept))
 
     @app.delete(
         "/v1/documents/{name:path}",
@@ -80,13 +84,9 @@ def add_document_routes(app: FastAPI, service: Service, cache: CacheApi) -> None
     )
     async def remove(request: Request, name: str) -> Response:
         """Forget one of the caller's documents; its KV stays until it is evicted."""
-        _forget(service, caller_of(request), name)
+        if not await service.documents.remove(caller_of(request).tenant, name):
+            raise unknown_document(name)
         return json_response({"id": name, "object": "document", "deleted": True})
-
-
-def _forget(service: Service, caller: Caller, name: str) -> None:
-    service.documents.get(caller.tenant, name)
-    service.documents.remove(caller.tenant, name)
 
 
 def _checked(data: dict[str, Any]) -> tuple[str, str, str]:

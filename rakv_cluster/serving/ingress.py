@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import SystemRandom
 
 from fastapi import FastAPI
@@ -24,6 +25,7 @@ from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.dashboard import add_dashboard
 from rakv_cluster.serving.document_api import add_document_routes
+from rakv_cluster.serving.document_registry import Documents
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.handles import HandleBackend, nowhere
@@ -32,6 +34,7 @@ from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.route_api import add_route_explanation
 from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.shared_documents import SharedDocuments
 from rakv_cluster.serving.stores import cluster_store_settings, open_admin
 from rakv_cluster.serving.tracing import open_tracer
 from rakv_cluster.telemetry import ServiceMetrics
@@ -67,6 +70,7 @@ class Ingress:
             cuts=cuts,
             clock=clock,
             seeds=SystemRandom(),
+            documents=_shared_documents(settings),
             tracer=open_tracer(settings.otlp_endpoint, "rakv"),
             on_disk=lambda key: bool(holders([key])),
         )
@@ -90,6 +94,11 @@ class Ingress:
         add_document_routes(app, self._service, self._cache)
         add_dashboard(app, self._service, self._metrics, self._cache)
         return app
+
+
+def _shared_documents(settings: Settings) -> Callable[[int], Documents]:
+    store = cluster_store_settings(settings)
+    return partial(SharedDocuments, service=store.service, namespace=store.namespace)
 
 
 def _follow_directory(settings: Settings, clock: Clock) -> Callable[[Sequence[bytes]], Holders]:

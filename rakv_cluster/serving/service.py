@@ -24,7 +24,7 @@ from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.grammar import lark_grammar, schema_grammar
 from rakv_cluster.serving.auth import ANONYMOUS, Caller, Gate
 from rakv_cluster.serving.backend import Backend
-from rakv_cluster.serving.document_registry import DocumentRegistry
+from rakv_cluster.serving.document_registry import Documents, DocumentsHere
 from rakv_cluster.serving.documents import DocumentsOrder, Placed, SeenPrefixes, as_sent, reorder
 from rakv_cluster.serving.generation import Choice, Update, run_choices
 from rakv_cluster.serving.openai_models import (
@@ -82,16 +82,18 @@ class Service:
         cuts: CutTable,
         clock: Clock,
         seeds: Random,
+        documents: Callable[[int], Documents] = DocumentsHere,
         on_disk: Callable[[bytes], bool] = lambda _: False,
         tracer: Tracer = NO_TRACES,
     ) -> None:
-        """``on_disk`` says whether some node's disk is known to hold the KV under a key."""
+        """``documents`` makes the registry, of a budget in bytes for each tenant. ``on_disk`` says
+        whether some node's disk is known to hold the KV under a key."""
         self.settings = settings
         self.backend = backend
         self.card = card
         self.clock = clock
         self.gate = Gate(settings, clock)
-        self.documents = DocumentRegistry(int(settings.documents_budget_bytes))
+        self.documents = documents(int(settings.documents_budget_bytes))
         self.recent = RecentRequests()
         self.tracer = tracer
         self._renderer = renderer
@@ -116,7 +118,7 @@ class Service:
         started_s = self.clock.monotonic_s()
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         self._check(request)
-        request = self._with_texts(request, caller)
+        request = await self._with_texts(request, caller)
         reuse = self._reuse(request)
         order, limit = _order(request, reuse), self.card.context_tokens
         asked = await self._asked(request, self.namespace(caller), order, limit_tokens=limit)
@@ -158,23 +160,20 @@ class Service:
     async def prompt(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> ChunkedPrompt:
         """A request's prompt alone, of any length; raises as :meth:`prepare` does."""
         self._check(request)
-        request = self._with_texts(request, caller)
+        request = await self._with_texts(request, caller)
         order = _order(request, self._reuse(request))
         return (await self._asked(request, self.namespace(caller), order)).prompt
 
-    def _with_texts(self, request: GenerationRequest, caller: Caller) -> GenerationRequest:
+    async def _with_texts(self, request: GenerationRequest, caller: Caller) -> GenerationRequest:
         """The request with the texts of documents that it names by id alone."""
         if all(document.text for document in request.documents):
             return request
-        documents = [
-            document
-            if document.text
-            else DocumentIn(
-                id=document.id,
-                text=self.documents.get(caller.tenant, document.id, f"documents.{index}.id").text,
-            )
-            for index, document in enumerate(request.documents)
-        ]
+        documents = list(request.documents)
+        for index, document in enumerate(documents):
+            if not document.text:
+                field = f"documents.{index}.id"
+                left = await self.documents.get(caller.tenant, document.id, field)
+                documents[index] = DocumentIn(id=document.id, text=left.text)
         return request.model_copy(update={"documents": documents})
 
     def check_ids(self, token_ids: Iterable[int], field: str) -> None:
