@@ -27,7 +27,11 @@ _REUSE = {
     "blend": generation.REUSE_BLEND,
     "off": generation.REUSE_OFF,
 }
-_FINISH = {generation.FINISH_REASON_STOP: "stop", generation.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    generation.FINISH_REASON_STOP: "stop",
+    generation.FINISH_REASON_LENGTH: "length",
+    generation.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 from rakv_cluster.serving.cache_api import ONE_TOKEN, Looked
-from rakv_cluster.serving.generation import TokenText
+from rakv_cluster.serving.generation import TokenText, ToolCall
 from rakv_cluster.serving.openai_format import Totals, finite
 from rakv_cluster.serving.openai_models import (
     ChatRequest,
@@ -44,7 +44,9 @@ _FINISH = {
     "": generation.FINISH_REASON_UNSPECIFIED,
     "stop": generation.FINISH_REASON_STOP,
     "length": generation.FINISH_REASON_LENGTH,
+    "tool_calls": generation.FINISH_REASON_TOOL_CALLS,
 }
+_NAMED_TOOL = "function:"
 
 
 def generation_request(message: generation.GenerateRequest) -> GenerationRequest:
@@ -71,6 +73,10 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
         fields["response_format"] = _response_format(message.json_schema)
     if message.HasField("top_logprobs"):
         fields |= _logprob_fields(message)
+    if message.tools:
+        fields["tools"] = [_tool(tool, f"tools.{n}") for n, tool in enumerate(message.tools)]
+    if message.tool_choice:
+        fields["tool_choice"] = _tool_choice(message.tool_choice)
     return _with_input(message.input, fields)
 
 
@@ -85,7 +91,7 @@ def _with_input(message: generation.Input, fields: dict[str, Any]) -> Generation
         for d in message.documents
     ]
     if message.HasField("chat"):
-        messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        messages = [_message(m) for m in message.chat.messages]
         return validated(ChatRequest, fields | {"messages": messages})
     if message.HasField("prompt"):
         return validated(CompletionRequest, fields | {"prompt": message.prompt})
@@ -94,12 +100,40 @@ def _with_input(message: generation.Input, fields: dict[str, Any]) -> Generation
     raise InvalidRequest("set input.chat, input.prompt or input.token_ids", field="input")
 
 
+def _message(message: generation.Message) -> dict[str, Any]:
+    """In the HTTP surface's form; what is not set is left out, since not every role may have it."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _tool(tool: generation.Tool, field: str) -> dict[str, Any]:
+    parameters = _json(tool.parameters, f"{field}.parameters") if tool.parameters else {}
+    described = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+def _tool_choice(choice: str) -> object:
+    if choice.startswith(_NAMED_TOOL):
+        return {"type": "function", "function": {"name": choice.removeprefix(_NAMED_TOOL)}}
+    return choice
+
+
 def _response_format(text: str) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": _json(text, "json_schema")}}
+
+
+def _json(text: str, field: str) -> Any:
     try:
-        schema = from_json(text)
+        return from_json(text)
     except ValueError as error:
-        raise InvalidRequest(f"json_schema is no JSON: {error}", field="json_schema") from error
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
+        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from error
 
 
 def _logprob_fields(message: generation.GenerateRequest) -> dict[str, Any]:
@@ -115,12 +149,29 @@ def _logprob_fields(message: generation.GenerateRequest) -> dict[str, Any]:
 
 
 def choice(
-    index: int, text: str, finish_reason: str, logprobs: Iterable[generation.TokenLogprob]
+    index: int,
+    text: str,
+    finish_reason: str,
+    logprobs: Iterable[generation.TokenLogprob],
+    calls: Iterable[generation.ToolCall],
 ) -> generation.Choice:
     """A choice, whole or its next piece; ``finish_reason`` is empty before the end."""
     return generation.Choice(
-        index=index, text=text, finish_reason=_FINISH[finish_reason], logprobs=logprobs
+        index=index,
+        text=text,
+        finish_reason=_FINISH[finish_reason],
+        logprobs=logprobs,
+        tool_calls=calls,
     )
+
+
+def tool_calls(
+    calls: Iterable[ToolCall], response_id: str, index: int, *, before: int = 0
+) -> Iterator[generation.ToolCall]:
+    """Calls of choice ``index``, which has made ``before`` others already."""
+    for number, call in enumerate(calls, start=before):
+        call_id = f"call_{response_id}_{index}_{number}"
+        yield generation.ToolCall(id=call_id, name=call.name, arguments=call.arguments)
 
 
 def logprobs(

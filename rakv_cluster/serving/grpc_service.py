@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -20,10 +21,14 @@ from rakv_cluster.rpc.v1 import generation_pb2 as generation
 from rakv_cluster.serving import grpc_messages as messages
 from rakv_cluster.serving.auth import Caller, Gate, bearer
 from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.generation import Update
 from rakv_cluster.serving.openai_format import ChoiceText
+from rakv_cluster.serving.openai_models import ChatRequest
+from rakv_cluster.serving.openai_tools import offered
 from rakv_cluster.serving.route_api import Explains
 from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.tool_calls import split_calls
 from rakv_cluster.telemetry import ServiceMetrics
 
 log = logging.getLogger("rakv.grpc")
@@ -81,9 +86,9 @@ class GrpcSurface:
         self, request: generation.GenerateRequest, caller: Caller
     ) -> generation.GenerateResponse:
         """See protos/rakv/v1/generation.proto, as for the methods below."""
-        run = await self._run(request, caller)
+        run, started = await self._start(request, caller)
         choices = {choice.index: ChoiceText() for choice in run.prepared.choices}
-        async with aclosing(run.updates()) as updates:
+        async with aclosing(started) as updates:
             async for update in updates:
                 choices[update.index].add(update)
         return generation.GenerateResponse(
@@ -95,6 +100,7 @@ class GrpcSurface:
                     "".join(choice.text),
                     choice.finish_reason,
                     messages.logprobs(choice.tokens, self._service.token_bytes),
+                    messages.tool_calls(choice.calls, run.prepared.id, index),
                 )
                 for index, choice in sorted(choices.items())
             ],
@@ -104,16 +110,20 @@ class GrpcSurface:
     async def generate_stream(
         self, request: generation.GenerateRequest, caller: Caller
     ) -> AsyncGenerator[generation.GenerateStreamResponse, None]:
-        run = await self._run(request, caller)
-        async with aclosing(run.updates()) as updates:
+        run, started = await self._start(request, caller)
+        called: Counter[int] = Counter()
+        async with aclosing(started) as updates:
             async for update in updates:
-                if update.text or update.tokens or update.finish_reason:
+                if update.text or update.tokens or update.calls or update.finish_reason:
+                    index, before = update.index, called[update.index]
                     delta = messages.choice(
-                        update.index,
+                        index,
                         update.text,
                         update.finish_reason,
                         messages.logprobs(update.tokens, self._service.token_bytes),
+                        messages.tool_calls(update.calls, run.prepared.id, index, before=before),
                     )
+                    called[index] += len(update.calls)
                     yield generation.GenerateStreamResponse(delta=delta)
         usage = messages.usage(run.totals, run.elapsed_ms())
         yield generation.GenerateStreamResponse(usage=usage)
@@ -157,12 +167,18 @@ class GrpcSurface:
             replica=messages.one_replica(await self._cache.replicas(caller)),
         )
 
-    async def _run(self, request: generation.GenerateRequest, caller: Caller) -> Run:
+    async def _start(
+        self, request: generation.GenerateRequest, caller: Caller
+    ) -> tuple[Run, AsyncGenerator[Update, None]]:
+        """A request's run and its updates, calls of tools taken out of the text."""
         started_s = self._service.clock.monotonic_s()
-        prepared = await self._service.prepare(messages.generation_request(request), caller)
-        return Run(
+        asked = messages.generation_request(request)
+        prepared = await self._service.prepare(asked, caller)
+        run = Run(
             self._service, self._metrics, prepared, caller, endpoint="grpc", started_s=started_s
         )
+        tools = isinstance(asked, ChatRequest) and offered(asked.tools, asked.tool_choice)
+        return run, split_calls(run.updates()) if tools else run.updates()
 
 
 def _unary_handler(

@@ -1,14 +1,15 @@
 """One way to ask over HTTP and gRPC, below the clients: for tests that hold for both surfaces.
 
 Fields are those of the HTTP surface, ``top_logprobs`` alone asks for log-probabilities on both,
-``json_schema`` is a schema's text, and ``timeout_s`` is the deadline. What the service refuses is
+``json_schema`` is a schema's text, ``tools`` are (name, schema) and ``tool_choice`` a text as over
+gRPC, and ``timeout_s`` is the deadline. What the service refuses is
 raised as the class of the error tree.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,12 +23,13 @@ from rakv_cluster.client.async_grpc import AsyncGrpcClient
 from rakv_cluster.client.async_http import AsyncClient
 from rakv_cluster.client.grpc_calls import translated
 from rakv_cluster.client.retries import NO_RETRIES
+from rakv_cluster.logs import HEADER
 from rakv_cluster.rpc.calls import methods
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 
 _TIMEOUT_S = 120.0
-_FINISH = {0: "", 1: "stop", 2: "length"}
+_FINISH = {0: "", 1: "stop", 2: "length", 3: "tool_calls"}
 _REUSE = {"exact": generation.REUSE_EXACT, "off": generation.REUSE_OFF}
 
 
@@ -57,15 +59,20 @@ class Piece:
     index: int
     text: str
     finish_reason: str
+    calls: tuple[Call, ...] = ()
+
+
+Call = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer: texts, ends and log-probabilities by choice."""
+    """A whole answer: texts, ends, log-probabilities and calls, (name, arguments), by choice."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str, ...]
     logprobs: tuple[tuple[Logprob, ...], ...]
+    calls: tuple[tuple[Call, ...], ...]
     usage: Usage
 
     @property
@@ -116,9 +123,10 @@ class HttpSurface:
 
     name = "http"
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", *, request_id: str = "") -> None:
         self._url, self._key = url, key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers |= {HEADER: request_id} if request_id else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S)
 
     def ask(self, **fields: Any) -> Reply:
@@ -126,9 +134,10 @@ class HttpSurface:
         answer = self._post(path, body)
         choices = answer["choices"]
         return Reply(
-            tuple(c["message"]["content"] if "message" in c else c["text"] for c in choices),
+            tuple(c["message"]["content"] or "" if "message" in c else c["text"] for c in choices),
             tuple(choice["finish_reason"] for choice in choices),
             tuple(_http_logprobs(choice["logprobs"]) for choice in choices),
+            tuple(_http_calls(choice.get("message", {})) for choice in choices),
             _http_usage(answer),
         )
 
@@ -174,11 +183,12 @@ class GrpcSurface:
 
     name = "grpc"
 
-    def __init__(self, target: str, key: str = "") -> None:
+    def __init__(self, target: str, key: str = "", *, request_id: str = "") -> None:
         self._target, self._key = target, key
         # A channel of its own: others with the same target would share one connection.
         self._channel = grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
+        self._metadata += [(HEADER, request_id)] if request_id else []
 
     def ask(self, **fields: Any) -> Reply:
         request, timeout_s = _grpc_request(fields)
@@ -187,6 +197,7 @@ class GrpcSurface:
             tuple(choice.text for choice in answer.choices),
             tuple(_FINISH[choice.finish_reason] for choice in answer.choices),
             tuple(tuple(map(_grpc_logprob, choice.logprobs)) for choice in answer.choices),
+            tuple(_grpc_calls(choice) for choice in answer.choices),
             _grpc_usage(answer.usage),
         )
 
@@ -237,6 +248,14 @@ def _http_body(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if "json_schema" in body:
         schema = {"schema": json.loads(body.pop("json_schema"))}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if "tools" in body:
+        body["tools"] = [
+            {"type": "function", "function": {"name": name, "parameters": json.loads(schema)}}
+            for name, schema in body["tools"]
+        ]
+    kind, _, name = str(body.get("tool_choice", "")).partition(":")
+    if name:
+        body["tool_choice"] = {"type": kind, "function": {"name": name}}
     if "prompt" in body:
         if "top_logprobs" in body:
             body["logprobs"] = body.pop("top_logprobs")
@@ -256,9 +275,15 @@ def _http_events(response: httpx.Response) -> Generator[Event, None, None]:
             raise error_of(event, status=0)
         for choice in event["choices"]:
             text = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-            yield Piece(choice["index"], text, choice["finish_reason"] or "")
+            calls = _http_calls(choice.get("delta", {}))
+            yield Piece(choice["index"], text, choice["finish_reason"] or "", calls)
         if "usage" in event:
             yield _http_usage(event)
+
+
+def _http_calls(message: Mapping[str, Any]) -> tuple[Call, ...]:
+    made = [call["function"] for call in message.get("tool_calls", ())]
+    return tuple((function["name"], function["arguments"]) for function in made)
 
 
 def _http_usage(answer: Mapping[str, Any]) -> Usage:
@@ -297,6 +322,8 @@ def _grpc_request(fields: Mapping[str, Any]) -> tuple[generation.GenerateRequest
         rest["reuse"] = _REUSE[rest["reuse"]]
     if "logit_bias" in rest:
         rest["logit_bias"] = {int(token): bias for token, bias in rest["logit_bias"].items()}
+    if "tools" in rest:
+        rest["tools"] = [generation.Tool(name=n, parameters=s) for n, s in rest["tools"]]
     return generation.GenerateRequest(input=given, **rest), timeout_s
 
 
@@ -304,13 +331,21 @@ def _input(fields: dict[str, Any]) -> generation.Input:
     """Takes the fields of the prompt out of ``fields``."""
     documents = [generation.Document(**d) for d in fields.pop("documents", [])]
     if "messages" in fields:
-        messages: Sequence[Mapping[str, str]] = fields.pop("messages")
-        chat = generation.Chat(messages=[generation.Message(**m) for m in messages])
+        chat = generation.Chat(messages=map(_message, fields.pop("messages")))
         return generation.Input(chat=chat, documents=documents)
     prompt = fields.pop("prompt")
     if isinstance(prompt, str):
         return generation.Input(prompt=prompt, documents=documents)
     return generation.Input(token_ids=generation.TokenIds(ids=prompt), documents=documents)
+
+
+def _message(fields: Mapping[str, Any]) -> generation.Message:
+    rest = dict(fields)
+    calls = [
+        generation.ToolCall(id=call.get("id", ""), **call["function"])
+        for call in rest.pop("tool_calls", ())
+    ]
+    return generation.Message(tool_calls=calls, **rest)
 
 
 def _grpc_events(call: Any) -> Generator[Event, None, None]:
@@ -320,7 +355,12 @@ def _grpc_events(call: Any) -> Generator[Event, None, None]:
                 yield _grpc_usage(event.usage)
             else:
                 delta = event.delta
-                yield Piece(delta.index, delta.text, _FINISH[delta.finish_reason])
+                end = _FINISH[delta.finish_reason]
+                yield Piece(delta.index, delta.text, end, _grpc_calls(delta))
+
+
+def _grpc_calls(choice: generation.Choice) -> tuple[Call, ...]:
+    return tuple((call.name, call.arguments) for call in choice.tool_calls)
 
 
 def _grpc_usage(usage: generation.Usage) -> Usage:

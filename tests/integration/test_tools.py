@@ -18,19 +18,12 @@ from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.service import LocalService, local_service
 from rakv_cluster.testing.tiny_models import (
     CHAT_TEMPLATE,
+    TOOLS_TEMPLATE,
     save_tiny_model,
     tiny_llama,
     tiny_tokenizer,
 )
 
-HERMES = (
-    "{% if tools %}<|im_start|>system\nCall one of these as <tool_call>:\n"
-    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "How warm is it?"}
 PARAMETERS = {
@@ -51,7 +44,7 @@ TOOLS = [tool("weather", description="How warm it will be."), tool("tides")]
 @pytest.fixture(scope="module")
 def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     folder = tmp_path_factory.mktemp("tools") / "tiny"
-    save_tiny_model(folder, tiny_llama(layers=2), tiny_tokenizer(HERMES))
+    save_tiny_model(folder, tiny_llama(layers=2), tiny_tokenizer(TOOLS_TEMPLATE))
     settings = load_settings({"price_loads": False}, environ={})
     store = MemoryStore(1 << 28, SystemClock())
     with local_service(load_model(str(folder)), store, settings) as service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from rakv_cluster.cli.local_service import free_port
 from rakv_cluster.serving.keys import KeyTable, TenantLimits, new_key, write_table
 from rakv_cluster.testing.processes import served
 from rakv_cluster.testing.surfaces import GrpcSurface, HttpSurface, Surface
+from rakv_cluster.testing.tiny_models import (
+    TOOLS_TEMPLATE,
+    save_tiny_model,
+    tiny_llama,
+    tiny_tokenizer,
+)
 
 MAX_RUNNING, MAX_WAITING = 8, 32
 BODY_TIMEOUT_S = 10.0
@@ -35,11 +42,19 @@ class Cluster:
     target: str
     keys: dict[str, str]
     log: Path
+    pid: int
 
-    def surface(self, kind: str, tenant: str = "alpha") -> Surface:
+    def surface(self, kind: str, tenant: str = "alpha", *, request_id: str = "") -> Surface:
         """One surface, as ``tenant`` sees it; an unknown tenant has no key."""
         key = self.keys.get(tenant, "")
-        return HttpSurface(self.url, key) if kind == "http" else GrpcSurface(self.target, key)
+        if kind == "http":
+            return HttpSurface(self.url, key, request_id=request_id)
+        return GrpcSurface(self.target, key, request_id=request_id)
+
+    def log_files(self) -> list[Path]:
+        """What its processes have logged: Ray names the session's folder after the first one."""
+        folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+        return sorted(folder.glob(f"session_*_{self.pid}/logs/worker-*"))
 
     def running(self) -> float:
         """Requests that the engine works on."""
@@ -50,14 +65,16 @@ class Cluster:
 
 
 @pytest.fixture(scope="package")
-def cluster(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("surfaces")
+    tokenizer = tiny_tokenizer(TOOLS_TEMPLATE)
+    model = save_tiny_model(folder / "tiny", tiny_llama(layers=4), tokenizer)
     made = {name: new_key(name, admin=name == "root") for name in TENANTS}
     limits = {name: LIMITS[name.split("-")[0]] for name in TENANTS if "-" in name}
     write_table(folder / "keys", KeyTable({e.id: e for _, e in made.values()}, limits))
     port = free_port()
     flags = {
-        "model": str(tiny_folder),
+        "model": str(model),
         "store-dir": str(folder / "store"),
         # Whether loading pays off is a matter of time for a model this small: not priced here.
         "set": "price_loads=false",
@@ -65,13 +82,15 @@ def cluster(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAKV_GRPC_PORT", str(port))
         environment.setenv("RAKV_API_KEYS_FILE", str(folder / "keys"))
+        environment.setenv("RAKV_LOG_FORMAT", "json")
         environment.setenv("RAKV_BODY_LIMIT_BYTES", "1MiB")
         environment.setenv("RAKV_BODY_TIMEOUT_S", str(BODY_TIMEOUT_S))
         environment.setenv("RAKV_MAX_RUNNING", str(MAX_RUNNING))
         environment.setenv("RAKV_MAX_WAITING", str(MAX_WAITING))
         with served(flags, folder / "serve.log") as running:
             keys = {name: key for name, (key, _) in made.items()}
-            yield Cluster(running.base_url, f"127.0.0.1:{port}", keys, folder / "serve.log")
+            log = folder / "serve.log"
+            yield Cluster(running.base_url, f"127.0.0.1:{port}", keys, log, running.pid)
 
 
 @pytest.fixture(scope="package", params=["http", "grpc"])
