@@ -6,6 +6,7 @@ reads them the same way.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -129,3 +130,21 @@ def test_the_walk_left_what_the_guides_promise(folder: Path, url: str) -> None:
     assert {"answers.jsonl", "answers.stats.jsonl", "keys.yaml"} <= {
         path.name for path in folder.iterdir()
     }
+
+
+def test_the_prompt_that_the_batch_guide_shows_is_asked(folder: Path, url: str) -> None:
+    guide = (ROOT / "docs" / "guides" / "batch.md").read_text()
+    (shown,) = re.findall(r"```json\n(.*?)```", guide, flags=re.DOTALL)
+    prompt = json.loads(shown)
+    for name in prompt["documents"]:
+        (folder / "manuals" / name).parent.mkdir()
+        (folder / "manuals" / name).write_text(f"# {name}\n")
+    (folder / "prompts.jsonl").write_text(shown)
+
+    done = run(
+        "rakv batch run --docs manuals --prompts prompts.jsonl --out named.jsonl", folder, url
+    )
+
+    assert done.returncode == 0, done.stderr
+    row = json.loads((folder / "named.jsonl").read_text())
+    assert (row["id"], row["documents"], row["error"]) == (prompt["id"], prompt["documents"], "")
