@@ -188,7 +188,7 @@ class AsyncGrpcClient:
     async def evict(
         self, messages: str | Sequence[Message], *, documents: Sequence[Document] = ()
     ) -> cache.EvictResponse:
-        """Remove a conversation's chunks from all nodes' disks; needs the admin scope."""
+        """Remove a conversation's chunks from all disks and replicas; needs the admin scope."""
         answer: cache.EvictResponse = await self._unary(
             "Evict", cache.EvictRequest(input=chat_input(messages, documents))
         )
