@@ -54,6 +54,7 @@ def main() -> int:
     extra.add_argument("--documents", type=int, default=6, help="documents of a prompt")
     extra.add_argument("--tokens", type=int, default=200, help="of a document, about")
     extra.add_argument("--ttft-tokens", type=int, default=4000, help="of the timed prompt, about")
+    extra.add_argument("--ttft-documents", type=int, default=9, help="of the timed prompt")
     extra.add_argument("--rounds", type=int, default=3, help="of the timed arms")
     extra.add_argument(
         "--budget-s", type=float, default=540.0, help="no new case after this many seconds"
@@ -64,7 +65,7 @@ def main() -> int:
     options, names = parse_options(__doc__ or "", extra=extra)
     if options.short:
         names.cases, names.documents, names.tokens = 2, 4, 120
-        names.ttft_tokens = 1000
+        names.ttft_tokens, names.ttft_documents = 1000, 6
     torch.set_num_threads(names.threads)
     settings = load_settings({}, environ={})
     model = load_model(resolve(names.model, settings.cache_path), threads=names.threads)
@@ -107,11 +108,11 @@ def _fidelity(model: LoadedModel, names: argparse.Namespace, options: Options) -
 def _ttft(
     model: LoadedModel, names: argparse.Namespace, options: Options
 ) -> tuple[Times, dict[str, Any], list[Requirement]]:
-    each = names.ttft_tokens // names.documents
-    manual = sources(names.documents + 1, each * CHARACTERS_PER_TOKEN * 2)["manual pages"]
+    each = names.ttft_tokens // names.ttft_documents
+    manual = sources(names.ttft_documents + 1, each * CHARACTERS_PER_TOKEN * 2)["manual pages"]
     (prompt,) = prompts(manual, 1, model.tokenizer, options.seed)
     trimmed = [document[:each] for document in prompt.documents]
-    share = trimmed[-1] * (names.documents // 3)
+    share = trimmed[-1] * (names.ttft_documents // 3)
     rig = TtftRig(model, _with_documents(prompt, trimmed[:-1]), share)
     rng = np.random.default_rng(options.seed)
     try:
