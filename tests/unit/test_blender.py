@@ -20,7 +20,9 @@ from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Span, Step
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
+from rakv_cluster.reuse.calibration import Calibration, CurvePoint
 from rakv_cluster.reuse.costs import Costs, CostView
+from rakv_cluster.reuse.probing import ProbeSettings
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
@@ -87,9 +89,13 @@ class Rig:
         price_loads: bool = False,
         recompute: float = 0.0,
         costs: CostView | None = None,
+        calibration: Calibration | None = None,
     ) -> Blended:
+        support = BlendSupport(
+            rotation, calibration or Calibration(), probe=ProbeSettings((0, 1), most_share=0.25)
+        )
         blender = Blender(
-            BlendSupport(rotation), store, self.runner.layout, "c",
+            support, store, self.runner.layout, "c",
             share_across_classes=False, price_loads=price_loads, openings=self.openings,
         )  # fmt: skip
         total = len(prompt.token_ids)
@@ -211,3 +217,52 @@ def test_a_store_slower_than_computing_is_not_loaded_from(rig: Rig) -> None:
 
     assert blended.reason == "computing is expected to be faster"
     assert not buffer.data.any()
+
+
+def point(fraction: float, upper: float) -> CurvePoint:
+    return CurvePoint(fraction, upper, upper, upper, upper, upper, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+CURVES = Calibration("m", 8, "texts", (point(0.5, 0.1),), (point(0.25, 0.1),))
+"""With the probe half as much has to be repaired."""
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "probed", "fraction"),
+    [(0, True, 0.25), (len(NEW), False, 0.5)],
+    ids=["a short question", "as much new text as the probe saves"],
+)
+def test_a_budget_is_met_in_the_cheaper_way(
+    rig: Rig, new_tokens: int, probed: bool, fraction: float
+) -> None:
+    """52 tokens are reused: the probe saves 13 of them, and computes all that is new twice."""
+    prompt = rig.prompt(FRONT, NEW[:new_tokens], SECOND, FIRST, QUESTION)
+
+    blended = rig.blend(
+        prompt,
+        rig.empty(len(prompt.token_ids)),
+        store=rig.store,
+        rotation=rig.rotation,
+        recompute=-1.0,
+        calibration=CURVES,
+    )
+
+    assert blended.probe.pending == probed
+    assert blended.repaired == round(fraction * (len(FIRST) + len(SECOND)))
+
+
+def test_a_budget_that_one_way_cannot_meet_is_met_in_the_other(rig: Rig) -> None:
+    prompt = rig.prompt(FRONT, NEW, SECOND, FIRST, QUESTION)
+    only_probed = Calibration("m", 8, "texts", (point(0.5, 0.3),), (point(0.25, 0.1),))
+
+    blended = rig.blend(
+        prompt,
+        rig.empty(len(prompt.token_ids)),
+        store=rig.store,
+        rotation=rig.rotation,
+        recompute=-1.0,
+        calibration=only_probed,
+    )
+
+    assert blended.probe.pending
+    assert blended.expected_kl == 0.1
