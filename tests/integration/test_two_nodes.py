@@ -1,27 +1,52 @@
-"""Two nodes: texts that were left with one ingress are known to another."""
+"""Two nodes: Ray Data asks from both (examples/ask_from_every_node.py), and texts that were left
+with one ingress are known to another."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from fastapi import FastAPI
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import rakv_cluster
+from rakv_cluster.config import Settings
 from rakv_cluster.errors import BodyTooLarge, NotFound
 from rakv_cluster.serving.document_registry import LeftDocument
 from rakv_cluster.serving.shared_documents import SharedDocuments
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.http_server import http_server
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
 
 # Workers on the nodes cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.cluster
 
+ROOT = Path(rakv_cluster.__file__).parent.parent
+DOCUMENTS, ROWS = 8, 64
 BUDGET_BYTES = 10_000
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    def respond(prompt: str) -> str:
+        return prompt.rpartition("number ")[2].partition("?")[0]
+
+    async def build() -> FastAPI:
+        return scripted_app(ScriptedBackend(respond), Settings(), ManualClock())
+
+    with http_server(build) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +56,36 @@ def cluster() -> Iterator[Cluster]:
     cluster.add_node(**node)
     yield cluster
     cluster.shutdown()
+
+
+def test_both_nodes_ask_and_rows_keep_their_answers(
+    url: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    # Neighbours in the file share no document.
+    asked = [
+        {"document": f"Document {row % DOCUMENTS}. " * 30, "question": f"Which is number {row}?"}
+        for row in range(ROWS)
+    ]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
+
+    done = subprocess.run(
+        [sys.executable, "examples/ask_from_every_node.py", str(tmp_path / "questions.jsonl"),
+         str(tmp_path / "answers"), "--url", url],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = sorted((tmp_path / "answers").iterdir())
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    questions = sorted((row["document"], row["question"]) for row in rows)
+    assert questions == sorted((row["document"], row["question"]) for row in asked)
+    for row in rows:
+        assert f"number {row['text']}?" in row["question"]
+        assert row["error"] == ""
+    assert len({row["node"] for row in rows}) == 2
+    # Of each document all rows but the first, however they were spread.
+    assert sum(row["cached_tokens"] > 0 for row in rows) >= ROWS - DOCUMENTS
 
 
 class Door:

@@ -19,7 +19,7 @@ ROOT = Path(rakv_cluster.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A path of this repository in code or prose, such as `deploy/serve.yaml`.
 NAMED = re.compile(
-    r"(?<![\w/.~-])((?:benchmarks|deploy|docs|protos|scripts|tests)/[\w./-]*\w)(?=[\s`,;:.)|]|$)"
+    r"(?<![\w/.~-])((?:benchmarks|deploy|docs|examples|protos|scripts|tests)/[\w./-]*\w)(?=[\s`,;:.)|]|$)"
 )
 
 
