@@ -2,10 +2,14 @@
 
     python -m benchmarks.batch [--short] [--json F] [--check] [--seed N] [--model M]
 
-Every question is asked about every document over HTTP of a real server, 8 rows at a time as
-`rakv batch` does. Its RAM tier holds a third of the documents and it has no disk tier: the case in
-which order matters. Three arms, each on a server of its own with an empty cache: the input's order
-(question by question) without cache, the same with cache, and the planned order with cache.
+What a retriever's candidates are judged by: of each of 75 questions (MuSiQue's where present) and
+each of 3 documents drawn for it from 40, "does this text help to answer that question?". 225 rows,
+question by question as a retriever lists them, asked of an engine in this process, 8 at a time, as
+`rakv batch run --in-process` does. Its RAM holds a third of the documents and it has no disk: the
+case in which order matters. Where all documents fit, any order finds them.
+Three arms one after another, each with an engine of its own that starts empty (engines side by side
+in one process would slow each other down): the input's order without cache, the same with cache,
+and the planned order with cache. About 9 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -18,24 +22,25 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 from benchmarks.common import Options, Requirement, finish, parse_options, shared_data, table
-from benchmarks.corpus import QUESTION_TEMPLATES, load_corpus
+from benchmarks.corpus import QUESTION_TEMPLATES, STDLIB_MODULES, load_corpus
 from rakv_cluster.batch.journal import Journal
+from rakv_cluster.batch.local_engine import local_engine
 from rakv_cluster.batch.rows import Job, Row
 from rakv_cluster.batch.runner import run_rows
-from rakv_cluster.cli.local_service import local_service
-from rakv_cluster.client import Answer, AsyncClient, Document
-from rakv_cluster.client.retries import NO_RETRIES
+from rakv_cluster.client import Answer, Document, Message
 from rakv_cluster.clock import SystemClock
-from rakv_cluster.config import load_settings
+from rakv_cluster.config import Settings, load_settings
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 
 CLOCK = SystemClock()
-DOCUMENT_TOKENS, QUESTIONS, MAX_TOKENS, WINDOW = 300, 5, 4, 8
-SMOLLM2_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+DOCUMENT_TOKENS, CANDIDATES, MAX_TOKENS, WINDOW = 500, 3, 4, 8
+ASKED = "Does the text help to answer the question below? Answer yes or no.\n\n{question}"
+_DOCUMENT_BYTES = DOCUMENT_TOKENS * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
 BOUNDS = {"over no cache": 2.5, "over input order with cache": 1.3}
 
 Reuse = Literal["exact", "off"]
@@ -43,7 +48,8 @@ Reuse = Literal["exact", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way through the job: wall seconds, share of prompt tokens that were cached, texts."""
+    """One way through the job: wall seconds, share of prompt tokens that were cached, texts in the
+    input's order."""
 
     name: str
     total_s: float
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
     tokenizer = load_tokenizer(resolve(names.model, load_settings().cache_path))
-    count = 6 if options.short else 40
+    count, questions = (6, 9) if options.short else (40, 75)
     corpus = load_corpus(
         1,
         count,
@@ -63,49 +69,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         count_tokens=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
     )
     documents = {f"d{i}": text for i, text in enumerate(corpus.sets[0].documents)}
-    job = _job(documents)
+    job = _job(documents, _questions()[:questions], Random(options.seed))
     planned = job.plan()
     given = tuple(range(len(job.rows)))
+    settings = load_settings(
+        {"model": names.model, "ram_budget_bytes": len(documents) * _DOCUMENT_BYTES // 3}
+    )
     arms = [
-        _measure("input order, no cache", job, given, "off", names.model),
-        _measure("input order", job, given, "exact", names.model),
-        _measure("planned order", job, planned.order, "exact", names.model),
+        asyncio.run(_measure(name, job, order, reuse, settings))
+        for name, order, reuse in (
+            ("input order, no cache", given, "off"),
+            ("input order", given, "exact"),
+            ("planned order", planned.order, "exact"),
+        )
     ]
     return _report(options, corpus.origin, job, arms, planned.reused / planned.total)
 
 
-def _job(documents: dict[str, str]) -> Job:
-    """Every question about every document, question by question, as prompts files are read."""
+def _job(documents: dict[str, str], questions: Sequence[str], random: Random) -> Job:
+    """Every question about the documents that were drawn for it, question by question."""
     rows = tuple(
-        Row(f"{number}/{name}", question.format(name=name), (name,))
-        for number, question in enumerate(_questions())
-        for name in documents
+        Row(f"{number}/{name}", ASKED.format(question=question), (name,))
+        for number, question in enumerate(questions)
+        for name in random.sample(sorted(documents), CANDIDATES)
     )
     return Job(rows, documents, "", {"max_tokens": MAX_TOKENS, "temperature": 0})
 
 
 def _questions() -> list[str]:
-    """The first of MuSiQue where its documents are used, else templates."""
+    """MuSiQue's where its documents are used, else one about each module."""
     musique = shared_data() / "musique" / "musique_dev.json"
     if not musique.exists():
-        return [*QUESTION_TEMPLATES, "Which name stands first in the text about {name}?"]
-    rows = json.loads(musique.read_text())[:QUESTIONS]
-    return [row["question"].replace("{", "{{").replace("}", "}}") for row in rows]
+        return [QUESTION_TEMPLATES[0].format(name=name) for name in STDLIB_MODULES]
+    return [row["question"] for row in json.loads(musique.read_text())]
 
 
-def _measure(name: str, job: Job, order: Sequence[int], reuse: Reuse, model: str) -> Arm:
-    third = len(job.documents) * DOCUMENT_TOKENS * SMOLLM2_BYTES_PER_TOKEN // 3
+async def _measure(
+    name: str, job: Job, order: Sequence[int], reuse: Reuse, settings: Settings
+) -> Arm:
+    """Seconds from the first row to the last, of an engine that has answered before."""
     with tempfile.TemporaryDirectory(prefix="rakv-batch-") as folder:
-        flags = {"model": model, "ram-budget": str(third), "set": "store=memory"}
-        log = Path(folder) / "service.log"
-        with (
-            local_service(flags, log=log, clock=CLOCK) as service,
-            Journal(Path(folder) / "journal", job.digest) as journal,
-        ):
-            started_s = CLOCK.monotonic_s()
-            asyncio.run(_ask_all(job, order, reuse, service.base_url, journal))
-            total_s = CLOCK.monotonic_s() - started_s
-            results = list(journal.results(len(job.rows)))
+        async with local_engine(settings, CLOCK) as engine:
+
+            async def ask(index: int) -> Answer:
+                row = job.rows[index]
+                return await engine.chat(
+                    [Message("user", row.question)],
+                    [Document(job.documents[name], name) for name in row.documents],
+                    {"max_tokens": MAX_TOKENS, "temperature": 0, "reuse": reuse},
+                )
+
+            await engine.chat([Message("user", "Ready?")], [], {"max_tokens": 1})
+            with Journal(Path(folder) / "journal", job.digest) as journal:
+                started_s = CLOCK.monotonic_s()
+                await run_rows(order, ask, journal, window=WINDOW)
+                total_s = CLOCK.monotonic_s() - started_s
+                results = list(journal.results(len(job.rows)))
     failed = [result.error for result in results if result.failed]
     if failed:
         raise SystemExit(f"{name}: {len(failed)} rows failed: {failed[0]}")
@@ -113,25 +132,6 @@ def _measure(name: str, job: Job, order: Sequence[int], reuse: Reuse, model: str
     prompt = sum(result.prompt_tokens for result in results)
     print(f"{name}: {len(results)} rows in {total_s:.1f} s", flush=True)
     return Arm(name, total_s, cached / prompt, tuple(result.text for result in results))
-
-
-async def _ask_all(
-    job: Job, order: Sequence[int], reuse: Reuse, url: str, journal: Journal
-) -> None:
-    async with AsyncClient(url, retries=NO_RETRIES) as client:
-
-        async def ask(index: int) -> Answer:
-            row = job.rows[index]
-            documents = [Document(job.documents[name], name) for name in row.documents]
-            return await client.chat(
-                row.question,
-                documents=documents,
-                reuse=reuse,
-                max_tokens=MAX_TOKENS,
-                temperature=0,
-            )
-
-        await run_rows(order, ask, journal, window=WINDOW)
 
 
 def _report(options: Options, origin: str, job: Job, arms: Sequence[Arm], expected: float) -> int:
@@ -156,7 +156,7 @@ def _report(options: Options, origin: str, job: Job, arms: Sequence[Arm], expect
 
 def _extra() -> argparse.ArgumentParser:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--model", default="smollm2", help="what to serve")
+    extra.add_argument("--model", default="smollm2", help="what answers")
     return extra
 
 
