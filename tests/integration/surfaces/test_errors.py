@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,9 +112,7 @@ def test_a_message_that_is_too_large(surface: Surface) -> None:
 @pytest.mark.parametrize("tenant", ["nobody", "stranger"])
 def test_a_key_is_needed_and_must_be_known(surface: Surface, cluster: Cluster, tenant: str) -> None:
     keys = {"stranger": cluster.keys["alpha"] + "x"}
-    view = type(cluster)(cluster.url, cluster.target, keys, cluster.log).surface(
-        surface.name, tenant
-    )
+    view = replace(cluster, keys=keys).surface(surface.name, tenant)
     with pytest.raises(Unauthenticated):
         view.ask(**chat())
     with pytest.raises(Unauthenticated), view.stream(**chat()) as events:
