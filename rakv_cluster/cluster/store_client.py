@@ -132,11 +132,12 @@ class NodeStore:
     def hottest(self, limit_bytes: int) -> list[bytes]:
         """Keys of records used last, those used last first, at most ``limit_bytes`` of each node.
 
-        Nodes take turns, this one begins; one that does not answer has none.
+        Nodes take turns, this one begins; one that does not answer within ``load_timeout_s``, which
+        no request waits for, has none.
         """
         nodes = sorted(self._info.nodes, key=lambda node: node != self._node)
         calls = [Call(node, "hottest", (limit_bytes,)) for node in nodes]
-        outcomes = self._peers.ask(calls, self._limits.lookup_timeout_s, parse_keys)
+        outcomes = self._peers.ask(calls, self._limits.load_timeout_s, parse_keys)
         answers = [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
         turns = zip_longest(*answers)
         return list(dict.fromkeys(key for turn in turns for key in turn if key is not None))
