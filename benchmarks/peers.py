@@ -1,6 +1,7 @@
 """This service beside what one would pick instead, in one run, on the same prompts.
 
     python -m benchmarks.peers [--short] [--json F] [--check] [--seed N] [--url U --url-model M]
+        [--only ttft,tasks,together]
 
 Peers: transformers (a greedy loop on the stock model; its prompt lookup where drafts are asked
 for), the same with a prefix cache, kvboost where it is installed, any OpenAI-compatible server by
@@ -24,6 +25,7 @@ repeats itself makes drafts look good: the share of tokens in repeated 8-grams i
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -172,9 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bench = Bench(renderer, tokenizer.decode, peers, service)
         bench.skipped |= skipped
-        decode = _tasks(bench, corpus.sets[-1], 16 if options.short else 128)
-        at_once = _together(bench, corpus.sets, 8 if options.short else 48)
-        _ttft(bench, corpus.sets[:-1])
+        parts = set(names.only.split(","))
+        rounds = corpus.sets[: 1 if options.short else 3]
+        decode = _tasks(bench, rounds, 16 if options.short else 96) if "tasks" in parts else {}
+        tokens = 8 if options.short else 48
+        at_once = _together(bench, corpus.sets, tokens) if "together" in parts else {}
+        if "ttft" in parts:
+            _ttft(bench, corpus.sets[:-1])
     finally:
         for closing in (*peers, service):
             closing.close()
@@ -221,19 +227,23 @@ def _ttft(bench: Bench, sets: Sequence[DocumentSet]) -> None:
         bench.line("restart", prompt, TOKENS)
 
 
-def _tasks(bench: Bench, documents: DocumentSet, tokens: int) -> dict[str, dict[str, float]]:
-    """Tokens per second behind the first token, by task and peer; plain and with drafts."""
-    parts = [Document(text[:600], f"t{i}") for i, text in enumerate(documents.documents[:1])]
-    rates: dict[str, dict[str, float]] = defaultdict(dict)
-    for task, question in TASKS.items():
-        prompt = bench.prompt(parts, question)
-        for speculate in (False, True):
+def _tasks(bench: Bench, sets: Sequence[DocumentSet], tokens: int) -> dict[str, dict[str, float]]:
+    """Tokens per second behind the first token, by task and peer, median of the sets; plain and
+    with drafts."""
+    rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number, documents in enumerate(sets):
+        parts = [Document(documents.documents[0][:600], f"t{number}")]
+        for (task, question), speculate in itertools.product(TASKS.items(), (False, True)):
             name = f"{task}, drafts" if speculate else task
-            bench.line(name, prompt, tokens, speculate=speculate)
+            bench.line(name, bench.prompt(parts, question), tokens, speculate=speculate)
             for one in bench.measured[-len(bench.peers) :]:
                 said = one.said
-                rates[name][one.peer] = (said.tokens - 1) / max(said.total_s - said.ttft_s, 1e-9)
-    return dict(rates)
+                seconds = max(said.total_s - said.ttft_s, 1e-9)
+                rates[name][one.peer].append((said.tokens - 1) / seconds)
+    return {
+        name: {peer: statistics.median(seen) for peer, seen in row.items()}
+        for name, row in rates.items()
+    }
 
 
 def _together(bench: Bench, sets: Sequence[DocumentSet], tokens: int) -> dict[str, float]:
@@ -249,33 +259,35 @@ def _report(
     at_once: Mapping[str, float],
     origin: str,
 ) -> int:
-    names = list(at_once)
+    names = list(bench.weights)
     print(f"documents: {origin}")
     for name, weights in bench.weights.items():
         print(f"  {name}: weights {weights}")
     for name, reason in bench.skipped.items():
         print(f"  skipped: {name}: {reason}")
-    ttft = {line: {n: _median(bench, n, line) for n in names} for line in LINES}
+    measured = {m.line for m in bench.measured}
+    ttft = {x: {n: _median(bench, n, x) for n in names} for x in LINES if x in measured}
     print("\ntime to first token, ms (median)")
-    print(table([[x, *(ttft[x][n] for n in names)] for x in LINES], ["", *names]))
+    print(table([[x, *row.values()] for x, row in ttft.items()], ["", *names]))
     print("\ntokens per second behind the first")
     print(table([[x, *(r[n] for n in names)] for x, r in decode.items()], ["", *names]))
     print("\nfour requests at once, seconds until all are answered")
-    print(table([["", *(at_once[n] for n in names)]], ["", *names]))
+    print(table([["", *at_once.values()]], ["", *at_once]))
     print("\nfidelity to plain transformers")
     rows = [_fidelity(bench, name) for name in names]
     print(table(rows, ["", "agreement", "worst", "KL of first token", "repeated 8-grams"]))
-    by_line = {x: {n: _agreement(bench, n, x) for n in names} for x in (*LINES, *decode)}
+    by_line = {x: {n: _agreement(bench, n, x) for n in names} for x in (*ttft, *decode)}
     print("\nagreement by line")
     print(table([[x, *(row[n] for n in names)] for x, row in by_line.items()], ["", *names]))
     ours_agrees = rows[names.index(OURS)][1]
+    compared: list[tuple[str, Mapping[str, float], Mapping[str, float]]] = [
+        *((f"TTFT, {x}", _inverse(row), by_line[x]) for x, row in ttft.items()),
+        *((f"tokens/s, {x}", row, by_line[x]) for x, row in decode.items()),
+    ]
+    if at_once:
+        compared.append(("four at once", _inverse(at_once), {}))
     requirements = [
-        *(
-            _ahead(f"TTFT, {x}", {n: 1 / ms for n, ms in ttft[x].items()}, by_line[x])
-            for x in LINES
-        ),
-        *(_ahead(f"tokens/s, {x}", row, by_line[x]) for x, row in decode.items()),
-        _ahead("four at once", {n: 1 / s for n, s in at_once.items()}, {}),
+        *itertools.starmap(_ahead, compared),
         Requirement(f"{OURS}: greedy agreement", ours_agrees, ">=", SAME),
     ]
     results: dict[str, Any] = {
@@ -303,6 +315,10 @@ def _ahead(name: str, speed: Mapping[str, float], agreement: Mapping[str, float]
     return Requirement(f"{name}: {OURS} / best other", speed[OURS] / best, ">=", 1.0)
 
 
+def _inverse(times: Mapping[str, float]) -> dict[str, float]:
+    return {peer: 1 / time for peer, time in times.items()}
+
+
 def _agreement(bench: Bench, peer: str, line: str) -> float:
     found = [m.agreement for m in bench.measured if (m.peer, m.line) == (peer, line)]
     return statistics.mean(found) if found else math.nan
@@ -314,17 +330,14 @@ def _median(bench: Bench, peer: str, line: str) -> float:
 
 
 def _fidelity(bench: Bench, peer: str) -> list[Any]:
-    lines = [m for m in bench.measured if m.peer == peer and m.line in LINES]
+    lines = [m for m in bench.measured if m.peer == peer]
     shown = [m.kl for m in lines if not math.isnan(m.kl)]
-    repeated = statistics.mean(
-        _repeated(m.said.text) for m in bench.measured if m.peer == peer and m.line not in LINES
-    )
     return [
         peer,
         statistics.mean(m.agreement for m in lines),
         min(m.agreement for m in lines),
         statistics.mean(shown) if shown else "not shown",
-        repeated,
+        statistics.mean(_repeated(m.said.text) for m in lines),
     ]
 
 
@@ -337,6 +350,7 @@ def _repeated(text: str) -> float:
 
 def _extra() -> argparse.ArgumentParser:
     extra = argparse.ArgumentParser(add_help=False)
+    extra.add_argument("--only", default="ttft,tasks,together", help="parts, by commas")
     extra.add_argument("--model", default="smollm2", help="what all of them run")
     extra.add_argument("--threads", type=int, default=0, help="torch threads of the peers here")
     extra.add_argument("--url", default="", help="an OpenAI-compatible server to measure too")
