@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(corpus: Corpus, folder: Path, model: str) -> tuple[list[Pair], str]:
-    flags = {"model": model, "store-dir": str(folder / "store")}
+    # Without the warm-up, which would have the disk's chunks in RAM before the first question.
+    flags = {"model": model, "store-dir": str(folder / "store"), "set": "warm_up_s=0"}
     pairs: list[Pair] = []
     with local_service(flags, log=folder / "first.log", clock=CLOCK) as service:
         _ask(service, _question(corpus.sets[0], 3), reuse="off")  # not counted: warms the process
