@@ -195,7 +195,8 @@ def test_a_damaged_store_is_put_aside_and_the_new_one_outlives_the_service(
     assert (tmp_path / "first.log").read_text().count("the cache starts empty") == 1
     assert "starts empty" not in (tmp_path / "second.log").read_text()
     assert first["rakv"]["tokens"]["computed"] == first["usage"]["prompt_tokens"]
-    assert second["rakv"]["tokens"]["disk"] >= 1300
+    # A replica that starts takes what it can from the disk into RAM.
+    assert second["rakv"]["tokens"]["ram"] + second["rakv"]["tokens"]["disk"] >= 1300
     assert second["choices"] == first["choices"]
 
 
