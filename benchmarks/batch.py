@@ -2,11 +2,11 @@
 
     python -m benchmarks.batch [--short] [--json F] [--check] [--seed N] [--model M]
 
-What a retriever's best candidate is judged by: of each of 210 questions (MuSiQue's where present)
-and a document drawn for it from 40, "does this text help to answer that question?". The rows come
-question by question, asked of an engine in this process, 8 at a time, as `rakv batch run
---in-process` does. Its RAM holds a third of the documents and it has no disk: the case in which
-order matters. Where all documents fit, any order finds them.
+What a retriever's candidates are judged by: of each of 75 questions (MuSiQue's where present) and
+each of 3 documents drawn for it from 40, "does this text help to answer that question?". 225 rows,
+question by question as a retriever lists them, asked of an engine in this process, 8 at a time, as
+`rakv batch run --in-process` does. Its RAM holds a third of the documents and it has no disk: the
+case in which order matters. Where all documents fit, any order finds them.
 Three arms one after another, each with an engine of its own that starts empty (engines side by side
 in one process would slow each other down): the input's order without cache, the same with cache,
 and the planned order with cache. About 8 minutes on 2 cores.
@@ -38,7 +38,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 
 CLOCK = SystemClock()
-DOCUMENT_TOKENS, MAX_TOKENS, WINDOW = 500, 4, 8
+DOCUMENT_TOKENS, CANDIDATES, MAX_TOKENS, WINDOW = 500, 3, 4, 8
 ASKED = "Does the text help to answer the question below? Answer yes or no.\n\n{question}"
 _DOCUMENT_BYTES = DOCUMENT_TOKENS * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
 BOUNDS = {"over no cache": 2.5, "over input order with cache": 1.3}
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
     tokenizer = load_tokenizer(resolve(names.model, load_settings().cache_path))
-    count, questions = (6, 27) if options.short else (40, 210)
+    count, questions = (6, 9) if options.short else (40, 75)
     corpus = load_corpus(
         1,
         count,
@@ -87,19 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(documents: dict[str, str], questions: Sequence[str], random: Random) -> Job:
-    """Every question about the document that was drawn for it."""
+    """Every question about the documents that were drawn for it, question by question."""
     rows = tuple(
-        Row(str(number), ASKED.format(question=question), (random.choice(sorted(documents)),))
+        Row(f"{number}/{name}", ASKED.format(question=question), (name,))
         for number, question in enumerate(questions)
+        for name in random.sample(sorted(documents), CANDIDATES)
     )
     return Job(rows, documents, "", {"max_tokens": MAX_TOKENS, "temperature": 0})
 
 
 def _questions() -> list[str]:
-    """MuSiQue's where its documents are used, else some about each module."""
+    """MuSiQue's where its documents are used, else one about each module."""
     musique = shared_data() / "musique" / "musique_dev.json"
     if not musique.exists():
-        return [each.format(name=name) for each in QUESTION_TEMPLATES for name in STDLIB_MODULES]
+        return [QUESTION_TEMPLATES[0].format(name=name) for name in STDLIB_MODULES]
     return [row["question"] for row in json.loads(musique.read_text())]
 
 
