@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +59,8 @@ def test_serve_run_starts_what_the_file_says(tiny_folder: Path, tmp_path: Path) 
             metrics = httpx.get(f"{url}/metrics", timeout=30).text
             dashboard = httpx.get(f"{url}/dashboard/data", timeout=30).json()
         finally:
-            process.send_signal(signal.SIGINT)
+            # Not SIGINT: where tests run in a shell's background it is ignored by all they start.
+            process.terminate()
             process.wait(TIMEOUT_S)
 
     assert (first.status_code, again.status_code) == (200, 200)
