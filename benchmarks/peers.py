@@ -89,10 +89,8 @@ class Bench:
         renderer: PromptRenderer,
         decode: Callable[[Sequence[int]], str],
         peers: Sequence[Peer],
-        service: RakvService,
     ) -> None:
         self.renderer, self.peers, self._decode = renderer, list(peers), decode
-        self._service = service
         self.weights = {peer.name: peer.weights for peer in peers}
         self.measured: list[Measured] = []
         self.skipped: dict[str, str] = {}
@@ -120,7 +118,6 @@ class Bench:
 
     def restart(self) -> None:
         """Restart each; one that cannot be is asked no more."""
-        self._service.restart()
         for peer in tuple(self.peers):
             try:
                 peer.restart()
@@ -172,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     service = RakvService(model, ("exact", "reorder"))
     peers, skipped = _peers(service, names, renderer.token_bytes.text)
     try:
-        bench = Bench(renderer, tokenizer.decode, peers, service)
+        bench = Bench(renderer, tokenizer.decode, peers)
         bench.skipped |= skipped
         parts = set(names.only.split(","))
         rounds = corpus.sets[: 1 if options.short else 3]
@@ -180,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = 8 if options.short else 48
         at_once = _together(bench, corpus.sets, tokens) if "together" in parts else {}
         if "ttft" in parts:
-            _ttft(bench, corpus.sets[:-1])
+            _ttft(bench, corpus.sets[:-1], service)
     finally:
         for closing in (*peers, service):
             closing.close()
@@ -211,7 +208,7 @@ def _peers(
     return peers, skipped
 
 
-def _ttft(bench: Bench, sets: Sequence[DocumentSet]) -> None:
+def _ttft(bench: Bench, sets: Sequence[DocumentSet], service: RakvService) -> None:
     again: list[Prompt] = []
     for documents in sets:
         parts = [Document(text, f"d{i}") for i, text in enumerate(documents.documents)]
@@ -222,6 +219,7 @@ def _ttft(bench: Bench, sets: Sequence[DocumentSet]) -> None:
         bench.line("reordered", bench.prompt([*rest[1:], rest[0]], ask[1]), TOKENS)
         bench.line("new in front", bench.prompt([front, *rest], ask[1]), TOKENS)
         again.append(bench.prompt(rest, ask[2]))
+    service.restart()
     bench.restart()
     for prompt in again:
         bench.line("restart", prompt, TOKENS)
