@@ -228,12 +228,9 @@ def packed_attention(
             heads[:, rows], item.span.buffer, layer, item, scaling=scaling, window=sliding_window
         )
         out[rows] = part.transpose(0, 1)
-        watch = item.span.watch
-        if layer in watch.layers:
-            keys = item.span.buffer.keys(layer)
-            watch.observe(
-                heads[:, rows], keys, item.positions, scaling=scaling, window=sliding_window
-            )
+        item.span.tell_watch(
+            layer, heads[:, rows], item.positions, scaling=scaling, window=sliding_window
+        )
     return out[None], None
 
 

@@ -41,11 +41,8 @@ class _WatchedRows:
 
     def attend(self, layer: int, rotated: torch.Tensor) -> None:
         """Tell the watch, of the block's rotated heads ``[padded, all heads, head_dim]``."""
-        watch, shape = self._span.watch, self._shape
-        if layer in watch.layers:
-            queries = rotated[self._rows, : shape.heads].transpose(0, 1)
-            keys = self._span.buffer.keys(layer)
-            watch.observe(queries, keys, self._positions, scaling=shape.scale, window=None)
+        queries = rotated[self._rows, : self._shape.heads].transpose(0, 1)
+        self._span.tell_watch(layer, queries, self._positions, scaling=self._shape.scale)
 
 
 class _Block:

@@ -43,11 +43,7 @@ class _WatchedGroup:
 
     def attend(self, layer: int) -> None:
         """Tell the watch."""
-        watch = self._span.watch
-        if layer in watch.layers:
-            keys = self._span.buffer.keys(layer)
-            queries = self._queries.flatten(0, 1)
-            watch.observe(queries, keys, self._positions, scaling=self._scale, window=None)
+        self._span.tell_watch(layer, self._queries, self._positions, scaling=self._scale)
 
 
 class _Block:

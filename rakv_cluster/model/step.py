@@ -29,6 +29,21 @@ class Span:
     last_position: int
     watch: AttentionWatch = UNWATCHED
 
+    def tell_watch(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None = None,
+    ) -> None:
+        """Once the rows' K/V of ``layer`` are in the buffer: what its ``queries`` attend to, if
+        that layer is watched; arguments as of :meth:`AttentionWatch.observe`."""
+        if layer in self.watch.layers:
+            keys = self.buffer.keys(layer)
+            self.watch.observe(queries, keys, positions, scaling=scaling, window=window)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -36,11 +36,12 @@ class AttentionWatch:
         scaling: float | None,
         window: int | None,
     ) -> None:
-        """Add the attention of ``queries`` ``[heads, rows, head_dim]`` (rotated) at ``positions``
-        ``[rows]`` (ascending) to the slots of ``keys`` ``[kv_heads, slots, head_dim]`` up to each
-        one's own; in a sliding-window layer to the last ``window`` of them."""
+        """Add the attention of ``queries`` ``[heads, rows, head_dim]`` or ``[kv_heads, group, rows,
+        head_dim]`` (rotated) at ``positions`` ``[rows]`` (ascending) to the slots of ``keys``
+        ``[kv_heads, slots, head_dim]`` up to each one's own; in a sliding-window layer to the last
+        ``window`` of them."""
         wanted = positions >= self.first_position
-        rows, queries = positions[wanted], queries[:, wanted]
+        rows, queries = positions[wanted], queries[..., wanted, :].flatten(0, -3)
         scale = queries.shape[2] ** -0.5 if scaling is None else scaling
         for start in range(0, len(rows), _PIECE_ROWS):
             piece = slice(start, start + _PIECE_ROWS)
