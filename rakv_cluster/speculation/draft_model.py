@@ -121,10 +121,7 @@ class DraftModel:
         Nothing for a sequence that found no memory when its turn came.
         """
         running = [self._catch_up(wish) if self.can_draft(wish) else None for wish in wishes]
-        active = [each for each in running if each is not None]
-        if active:
-            self._rounds.run(active)
-        return [() if each is None else tuple(each.drafted) for each in running]
+        return self._rounds.draft(running)
 
     def _catch_up(self, wish: DraftWish) -> Running:
         """Drop what was rejected and run all but the last few of the tokens that came instead."""

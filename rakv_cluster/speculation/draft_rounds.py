@@ -99,8 +99,14 @@ class DraftRounds:
         self._clock = clock
         self.ms = 0.0
 
-    def run(self, running: Sequence[Running]) -> None:
-        """Draft until every sequence has as many as it wants."""
+    def draft(self, running: Sequence[Running | None]) -> list[tuple[int, ...]]:
+        """Drafts of every sequence, as many as it wants; none where there is no sequence."""
+        active = [each for each in running if each is not None]
+        if active:
+            self._run(active)
+        return [() if each is None else tuple(each.drafted) for each in running]
+
+    def _run(self, running: Sequence[Running]) -> None:
         began_s = self._clock.monotonic_s()
         self._round(running)  # what is behind the last known tokens comes with this forward
         first_s = self._clock.monotonic_s()

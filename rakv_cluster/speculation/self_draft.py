@@ -80,10 +80,7 @@ class SelfDraft:
             else None
             for wish in wishes
         ]
-        active = [each for each in running if each is not None]
-        if active:
-            self._rounds.run(active)
-        return [() if each is None else tuple(each.drafted) for each in running]
+        return self._rounds.draft(running)
 
     def close(self, state: DraftState) -> None:
         """Nothing is held."""
