@@ -18,7 +18,7 @@ from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel
 from rakv_cluster.model.llama import Layer, LlamaWeights
 from rakv_cluster.model.native import NativeStep, NativeWeights, native_library
 from rakv_cluster.model.row_attention import HeadShape, Masked
-from rakv_cluster.model.row_groups import masked_groups
+from rakv_cluster.model.row_groups import uniform_groups
 from rakv_cluster.model.step import Span, Step, check_spans
 
 SMALL_ROWS = 64
@@ -108,7 +108,7 @@ class NativeLlamaRunner(FusedLlamaRunner):
         self._native_weights = NativeWeights(self._native, weights)
         self._shape = self._native_weights.shape.address
         self._layers = [layer.address for layer in self._native_weights.layers]
-        self._masked = masked_groups(weights.shape)
+        self._masked = uniform_groups(weights.shape)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:

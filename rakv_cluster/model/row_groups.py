@@ -126,12 +126,7 @@ def sdpa_groups(shape: HeadShape) -> Grouping:
     return groups
 
 
-def uniform_groups(shape: HeadShape) -> Grouping:
-    """:func:`masked_groups` as any other grouping."""
-    return masked_groups(shape)
-
-
-def masked_groups(
+def uniform_groups(
     shape: HeadShape,
 ) -> Callable[[Sequence[Span], torch.Tensor, int], Iterator[Masked]]:
     """Rows whose bits depend on their own position and nothing else (CPU).

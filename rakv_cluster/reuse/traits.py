@@ -15,7 +15,7 @@ import numpy as np
 from rakv_cluster.chunking.keys import id_bytes
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.kv.record import ChunkRecord
-from rakv_cluster.reuse.selection import Floats
+from rakv_cluster.reuse.selection import Floats, unknown
 from rakv_cluster.store.base import ChunkStore, LoadItem
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=1, dtype="float32")
@@ -49,7 +49,7 @@ def known(
     result: list[Floats] = []
     for index, out in enumerate(figures):
         loaded = index < len(outcomes) and outcomes[index].ok
-        result.append(out[0, 1, 0, :, 0] if loaded else np.full(out.shape[3], np.nan, np.float32))
+        result.append(out[0, 1, 0, :, 0] if loaded else unknown(out.shape[3]))
     return result
 
 
