@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,9 @@ def draw(found: Sequence[Point], path: Path) -> None:
     """KL against speed-up, a line per selector."""
     from matplotlib import pyplot  # noqa: PLC0415  # the bench extra
 
-    lines: Mapping[str, list[Point]] = {}
+    lines: defaultdict[str, list[Point]] = defaultdict(list)
     for point in found:
-        lines = {**lines, (line := _line(point.name)): [*lines.get(line, []), point]}
+        lines[_line(point.name)].append(point)
     figure, axes = pyplot.subplots()
     for name, each in lines.items():
         speed = np.array([point.speedup for point in each])

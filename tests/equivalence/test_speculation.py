@@ -168,7 +168,7 @@ def last(answer: Recording) -> EngineEvent:
     return answer.events[-1]
 
 
-def check_equal(ask: Ask, drafted: Recording, plain: Recording) -> None:
+def assert_equal_answers(ask: Ask, drafted: Recording, plain: Recording) -> None:
     assert drafted.token_ids == plain.token_ids
     assert drafted.finish is plain.finish
     assert last(drafted).stop_token_id == last(plain).stop_token_id
@@ -185,7 +185,7 @@ def check_equal(ask: Ask, drafted: Recording, plain: Recording) -> None:
         assert [token_id for token_id, _ in entry.top] == [token_id for token_id, _ in other.top]
 
 
-def compare(
+def assert_as_without_drafts(
     runner: Runner,
     requests: Sequence[Ask],
     seed: int,
@@ -209,7 +209,7 @@ def compare(
     )
 
     for ask, answer, expected in zip(requests, drafted, plain, strict=True):
-        check_equal(ask, answer, expected)
+        assert_equal_answers(ask, answer, expected)
     accepted = max(
         (block.accepted for answer in drafted for block in answer.stats.blocks), default=0
     )
@@ -232,7 +232,17 @@ def compare(
 )
 def test_exact_model(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
     """On arithmetic without rounding: any batch, preemption, reuse, drafts right or wrong."""
-    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings)
+    assert_as_without_drafts(FakeRunner(vocab_size=5), requests, seed, engine_settings)
+
+
+tight_engines = st.builds(
+    EngineSettings,
+    kv_budget_bytes=st.integers(6, 16).map(lambda granules: granules * GRANULE * 32),
+    kv_granule_tokens=st.just(GRANULE),
+    max_running=st.integers(1, 4),
+    growth_tokens=st.sampled_from([1, GRANULE]),
+)
+"""Memory for few of the requests: preemption, and few running together."""
 
 
 class OftenRight(FakeRunner):
@@ -248,13 +258,7 @@ class OftenRight(FakeRunner):
 @given(
     st.lists(asks, min_size=1, max_size=4),
     st.integers(0, 1_000),
-    st.builds(
-        EngineSettings,
-        kv_budget_bytes=st.integers(6, 16).map(lambda granules: granules * GRANULE * 32),
-        kv_granule_tokens=st.just(GRANULE),
-        max_running=st.integers(1, 4),
-        growth_tokens=st.sampled_from([1, GRANULE]),
-    ),
+    tight_engines,
 )
 def test_both_drafters(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
     """A draft model beside the others, its memory too small for all: any batch and K."""
@@ -262,7 +266,7 @@ def test_both_drafters(requests: list[Ask], seed: int, engine_settings: EngineSe
     def new_model(clock: Clock) -> DraftModel:
         return DraftModel(OftenRight(vocab_size=5), clock, kv_budget_bytes=1 << 16)
 
-    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
+    assert_as_without_drafts(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
 
 
 class Smudging(OftenRight):
@@ -279,13 +283,7 @@ class Smudging(OftenRight):
 @given(
     st.lists(asks, min_size=1, max_size=4),
     st.integers(0, 1_000),
-    st.builds(
-        EngineSettings,
-        kv_budget_bytes=st.integers(6, 16).map(lambda granules: granules * GRANULE * 32),
-        kv_granule_tokens=st.just(GRANULE),
-        max_running=st.integers(1, 4),
-        growth_tokens=st.sampled_from([1, GRANULE]),
-    ),
+    tight_engines,
 )
 def test_self_drafts(requests: list[Ask], seed: int, engine_settings: EngineSettings) -> None:
     """Drafts written into the target's own KV, all of it wrong: any batch, K and preemption."""
@@ -293,7 +291,7 @@ def test_self_drafts(requests: list[Ask], seed: int, engine_settings: EngineSett
     def new_model(clock: Clock) -> SelfDraft:
         return SelfDraft(Smudging(vocab_size=5), clock)
 
-    compare(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
+    assert_as_without_drafts(FakeRunner(vocab_size=5), requests, seed, engine_settings, new_model)
 
 
 def runner_of(build: Callable[[], object]) -> TransformersRunner:
@@ -314,7 +312,7 @@ def tiny_runner(request: pytest.FixtureRequest) -> TransformersRunner:
 @given(requests=st.lists(asks, min_size=1, max_size=3), seed=st.integers(0, 1_000))
 def test_tiny_models(tiny_runner: TransformersRunner, requests: list[Ask], seed: int) -> None:
     """On real architectures: grouped heads, sliding windows, rows packed with other requests'."""
-    compare(tiny_runner, requests, seed, EngineSettings())
+    assert_as_without_drafts(tiny_runner, requests, seed, EngineSettings())
 
 
 @pytest.mark.parametrize("mode", ["1", "2", "4", "8", "auto"])
@@ -441,7 +439,7 @@ def test_drafts_of_a_tiny_model_in_four_bits(
     """Real rounding: four-bit K/V stand in the buffer until the very step that reads them."""
     four_bits = four_bit_runner(uniform_runner)
 
-    compare(
+    assert_as_without_drafts(
         uniform_runner, requests, seed, EngineSettings(), lambda clock: SelfDraft(four_bits, clock)
     )
 
