@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.architecture import observe_layout
-from rakv_cluster.model.fused import FusedLlamaRunner
-from rakv_cluster.model.llama import llama_weights
-from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import AttentionWatch
+from rakv_cluster.testing.runners import RUNNER_CASES, fused_runner, generic_runner
 from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
 LENGTH, FIRST = 40, 20
 LAYERS = (0, 1)
 
 
-def generic(model: PreTrainedModel) -> Runner:
-    return TransformersRunner(model, observe_layout(model), context_tokens=2048)
-
-
-def fused(model: PreTrainedModel) -> Runner:
-    return FusedLlamaRunner(llama_weights(model))
-
-
-CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[PreTrainedModel], Runner]]] = {
-    "llama": (tiny_llama, generic),
-    "llama-fused": (tiny_llama, fused),
-    "gemma3": (lambda: tiny_gemma3(window=16), generic),
-}
+CASES = {**RUNNER_CASES, "gemma3": (lambda: tiny_gemma3(window=16), generic_runner)}
 
 
 def ids() -> torch.Tensor:
@@ -72,7 +55,7 @@ def test_a_watch_sees_what_the_model_attends_to(name: str, split: int) -> None:
 
 def test_rows_of_others_are_not_seen() -> None:
     """Two spans in one step, cut into blocks elsewhere: each watch has its own rows alone."""
-    runner = fused(tiny_llama())
+    runner = fused_runner(tiny_llama())
     alone, beside = (AttentionWatch(LAYERS, FIRST) for _ in range(2))
     run(runner, KvBuffer(torch.zeros(runner.layout.shape(64))), torch.arange(LENGTH), alone)
     buffers = [KvBuffer(torch.zeros(runner.layout.shape(640))) for _ in range(2)]

@@ -7,15 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.engine.settings import EngineSettings
-from rakv_cluster.model.architecture import observe_layout
-from rakv_cluster.model.fused import FusedLlamaRunner
-from rakv_cluster.model.llama import llama_weights
 from rakv_cluster.model.rope import key_rotation
-from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.selection import first_of_runs
@@ -24,7 +19,8 @@ from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import NAMESPACE, EngineHarness, Recording
-from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
+from rakv_cluster.testing.runners import RUNNER_CASES, generic_runner
+from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_llama
 from rakv_cluster.types import BlendWish, ReuseMode
 
 LIMITS = ChunkLimits(min_tokens=8, max_tokens=16)
@@ -65,24 +61,9 @@ def ask(engine: EngineHarness, *segments: list[int], recompute: float = -1.0) ->
     return answer
 
 
-def fused(model: PreTrainedModel) -> Runner:
-    return FusedLlamaRunner(llama_weights(model))
-
-
-def generic(model: PreTrainedModel) -> Runner:
-    return TransformersRunner(model, observe_layout(model), context_tokens=2048)
-
-
-CASES = {
-    "llama": (tiny_llama, generic),
-    "llama-fused": (tiny_llama, fused),
-    "gemma3": (tiny_gemma3, generic),
-}
-
-
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=RUNNER_CASES)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    build, run = CASES[request.param]
+    build, run = RUNNER_CASES[request.param]
     model = build()
     runner: Runner = run(model)
     return Subject(runner, BlendSupport(key_rotation(model, runner)))
@@ -179,7 +160,7 @@ def test_a_second_prefix_teaches_sensitivity(subject: Subject) -> None:
 def test_a_selector_is_obeyed_wherever_it_points() -> None:
     """Scattered rows over loaded slots: every share of first tokens, in steps of a few rows."""
     model = tiny_llama()
-    runner = generic(model)
+    runner = generic_runner(model)
     support = BlendSupport(key_rotation(model, runner), selector=first_of_runs)
     subject = Subject(runner, support)
     shuffled = (SYSTEM, SECOND, FIRST, QUESTION)

@@ -13,11 +13,7 @@ from transformers import PreTrainedModel
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.architecture import observe_layout
-from rakv_cluster.model.fused import FusedLlamaRunner
-from rakv_cluster.model.llama import llama_weights
 from rakv_cluster.model.rope import key_rotation
-from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import AttentionWatch
 from rakv_cluster.reuse.blender import BlendSupport
@@ -27,7 +23,8 @@ from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import NAMESPACE, EngineHarness, Recording
-from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
+from rakv_cluster.testing.runners import RUNNER_CASES, generic_runner
+from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_llama
 from rakv_cluster.types import BlendWish, ReuseMode
 
 LIMITS = ChunkLimits(min_tokens=8, max_tokens=16)
@@ -92,24 +89,9 @@ class Subject:
         return BlendSupport(self.rotation, probe=ProbeSettings(layers, selector, most_share=10.0))
 
 
-def generic(model: PreTrainedModel) -> Runner:
-    return TransformersRunner(model, observe_layout(model), context_tokens=2048)
-
-
-def fused(model: PreTrainedModel) -> Runner:
-    return FusedLlamaRunner(llama_weights(model))
-
-
-CASES = {
-    "llama": (tiny_llama, generic),
-    "llama-fused": (tiny_llama, fused),
-    "gemma3": (tiny_gemma3, generic),
-}
-
-
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=RUNNER_CASES)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    build, runner_of = CASES[request.param]
+    build, runner_of = RUNNER_CASES[request.param]
     model = build()
     return Subject(model, runner_of(model))
 
@@ -187,7 +169,7 @@ def test_a_request_may_do_without(subject: Subject) -> None:
 def test_a_probe_that_costs_too_large_a_part_is_left_out(share: float, selections: int) -> None:
     model = tiny_llama()
     note = Note()
-    subject = Subject(model, generic(model))
+    subject = Subject(model, generic_runner(model))
     support = subject.probed(note)
     support = replace(support, probe=replace(support.probe, most_share=share))
 
