@@ -79,6 +79,17 @@ class Rig:
             ]
         )  # fmt: skip
 
+    def within_budget(self, prompt: ChunkedPrompt, calibration: Calibration) -> Blended:
+        """Of all that is kept, as the default divergence allows."""
+        return self.blend(
+            prompt,
+            self.empty(len(prompt.token_ids)),
+            store=self.store,
+            rotation=self.rotation,
+            recompute=-1.0,
+            calibration=calibration,
+        )
+
     def blend(
         self,
         prompt: ChunkedPrompt,
@@ -238,14 +249,7 @@ def test_a_budget_is_met_in_the_cheaper_way(
     """52 tokens are reused: the probe saves 13 of them, and computes all that is new twice."""
     prompt = rig.prompt(FRONT, NEW[:new_tokens], SECOND, FIRST, QUESTION)
 
-    blended = rig.blend(
-        prompt,
-        rig.empty(len(prompt.token_ids)),
-        store=rig.store,
-        rotation=rig.rotation,
-        recompute=-1.0,
-        calibration=CURVES,
-    )
+    blended = rig.within_budget(prompt, CURVES)
 
     assert blended.probe.pending == probed
     assert blended.repaired == round(fraction * (len(FIRST) + len(SECOND)))
@@ -255,14 +259,7 @@ def test_a_budget_that_one_way_cannot_meet_is_met_in_the_other(rig: Rig) -> None
     prompt = rig.prompt(FRONT, NEW, SECOND, FIRST, QUESTION)
     only_probed = Calibration("m", 8, "texts", (point(0.5, 0.3),), (point(0.25, 0.1),))
 
-    blended = rig.blend(
-        prompt,
-        rig.empty(len(prompt.token_ids)),
-        store=rig.store,
-        rotation=rig.rotation,
-        recompute=-1.0,
-        calibration=only_probed,
-    )
+    blended = rig.within_budget(prompt, only_probed)
 
     assert blended.probe.pending
     assert blended.expected_kl == 0.1
