@@ -2,21 +2,20 @@
 
     python -m benchmarks.batch [--short] [--json F] [--check] [--seed N] [--model M]
 
-What a retriever's candidates are judged by: of each of 75 questions (MuSiQue's where present) and
-each of 3 documents drawn for it from 40, "does this text help to answer that question?". 225 rows,
-question by question as a retriever lists them, asked of an engine in this process, 8 at a time, as
+What a retriever's candidates are judged by (benchmarks/batch_job.py): 248 questions, each about one
+or two of 55 documents that are drawn for it, "does this text help to answer that question?". Rows
+go question by question as a retriever lists them, to an engine in this process, 8 at a time, as
 `rakv batch run --in-process` does. Its RAM holds a third of the documents and it has no disk: the
 case in which order matters. Where all documents fit, any order finds them.
 Three arms one after another, each with an engine of its own that starts empty (engines side by side
 in one process would slow each other down): the input's order without cache, the same with cache,
-and the planned order with cache. About 8 minutes on 2 cores.
+and the planned order with cache. About 12 minutes on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from benchmarks.common import Options, Requirement, finish, parse_options, shared_data, table
-from benchmarks.corpus import QUESTION_TEMPLATES, STDLIB_MODULES, load_corpus
+from benchmarks.batch_job import DOCUMENT_TOKENS, load_job
+from benchmarks.common import Options, Requirement, finish, parse_options, table
 from rakv_cluster.batch.journal import Journal
 from rakv_cluster.batch.local_engine import local_engine
-from rakv_cluster.batch.rows import Job, Row
+from rakv_cluster.batch.rows import Job
 from rakv_cluster.batch.runner import run_rows
 from rakv_cluster.client import Answer, Document, Message
 from rakv_cluster.clock import SystemClock
@@ -38,8 +37,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 
 CLOCK = SystemClock()
-DOCUMENT_TOKENS, CANDIDATES, MAX_TOKENS, WINDOW = 500, 3, 4, 8
-ASKED = "Does the text help to answer the question below? Answer yes or no.\n\n{question}"
+MAX_TOKENS, WINDOW = 4, 8
 _DOCUMENT_BYTES = DOCUMENT_TOKENS * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
 BOUNDS = {"over no cache": 2.5, "over input order with cache": 1.3}
 
@@ -61,19 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, return the exit status."""
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
     tokenizer = load_tokenizer(resolve(names.model, load_settings().cache_path))
-    count, questions = (6, 9) if options.short else (40, 75)
-    corpus = load_corpus(
-        1,
-        count,
-        DOCUMENT_TOKENS,
-        count_tokens=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+    job, origin = load_job(
+        {"max_tokens": MAX_TOKENS, "temperature": 0},
+        Random(options.seed),
+        lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        0.15 if options.short else 1.0,
     )
-    documents = {f"d{i}": text for i, text in enumerate(corpus.sets[0].documents)}
-    job = _job(documents, _questions()[:questions], Random(options.seed))
     planned = job.plan()
     given = tuple(range(len(job.rows)))
     settings = load_settings(
-        {"model": names.model, "ram_budget_bytes": len(documents) * _DOCUMENT_BYTES // 3}
+        {"model": names.model, "ram_budget_bytes": len(job.documents) * _DOCUMENT_BYTES // 3}
     )
     arms = [
         asyncio.run(_measure(name, job, order, reuse, settings))
@@ -83,25 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("planned order", planned.order, "exact"),
         )
     ]
-    return _report(options, corpus.origin, job, arms, planned.reused / planned.total)
-
-
-def _job(documents: dict[str, str], questions: Sequence[str], random: Random) -> Job:
-    """Every question about the documents that were drawn for it, question by question."""
-    rows = tuple(
-        Row(f"{number}/{name}", ASKED.format(question=question), (name,))
-        for number, question in enumerate(questions)
-        for name in random.sample(sorted(documents), CANDIDATES)
-    )
-    return Job(rows, documents, "", {"max_tokens": MAX_TOKENS, "temperature": 0})
-
-
-def _questions() -> list[str]:
-    """MuSiQue's where its documents are used, else one about each module."""
-    musique = shared_data() / "musique" / "musique_dev.json"
-    if not musique.exists():
-        return [QUESTION_TEMPLATES[0].format(name=name) for name in STDLIB_MODULES]
-    return [row["question"] for row in json.loads(musique.read_text())]
+    return _report(options, origin, job, arms, planned.reused / planned.total)
 
 
 async def _measure(
@@ -116,7 +93,7 @@ async def _measure(
                 return await engine.chat(
                     [Message("user", row.question)],
                     [Document(job.documents[name], name) for name in row.documents],
-                    {"max_tokens": MAX_TOKENS, "temperature": 0, "reuse": reuse},
+                    {**job.options, "reuse": reuse},
                 )
 
             await engine.chat([Message("user", "Ready?")], [], {"max_tokens": 1})
@@ -139,7 +116,9 @@ def _report(options: Options, origin: str, job: Job, arms: Sequence[Arm], expect
         [arm.name, len(job.rows), arm.total_s, len(job.rows) / arm.total_s, f"{arm.reused:.0%}"]
         for arm in arms
     ]
+    different = len({row.question for row in job.rows})
     print(f"{len(job.documents)} documents of {DOCUMENT_TOKENS} tokens: {origin}")
+    print(f"{len(job.rows)} rows, {different} different questions")
     print(table(rows, ["arm", "rows", "s", "rows/s", "reused"]))
     print(f"planner's expectation: {expected:.0%} of characters")
     without, given, planned = arms
@@ -150,7 +129,12 @@ def _report(options: Options, origin: str, job: Job, arms: Sequence[Arm], expect
     equal = sum(a == b for a, b in zip(without.texts, planned.texts, strict=True))
     requirements = [Requirement(name, gains[name], ">=", BOUNDS[name]) for name in BOUNDS]
     requirements.append(Requirement("equal texts", equal / len(job.rows), ">=", 1.0))
-    results = {"documents": origin, "expected": expected, "arms": [asdict(arm) for arm in arms]}
+    results = {
+        "documents": origin,
+        "questions": different,
+        "expected": expected,
+        "arms": [asdict(arm) for arm in arms],
+    }
     return finish(options, results, requirements)
 
 

@@ -71,11 +71,19 @@ def parse_options(
 
 
 def shared_data() -> Path:
-    """The folder with shared data sets: ``$RAKV_SHARED`` or ``../shared`` of the checkout."""
-    folder = Path(os.environ.get("RAKV_SHARED", ROOT.parent / "shared")) / "data"
-    if not folder.is_dir():
-        raise SystemExit(f"no data in {folder}; set RAKV_SHARED")
-    return folder
+    """The folder with shared data sets: ``$RAKV_SHARED`` or ``../shared`` of the checkout.
+
+    It need not be there: who uses it generates other data then, or asks :func:`required_data`.
+    """
+    return Path(os.environ.get("RAKV_SHARED", ROOT.parent / "shared")) / "data"
+
+
+def required_data(name: str) -> Path:
+    """A file or folder of :func:`shared_data`; ends the benchmark if it is not there."""
+    path = shared_data() / name
+    if not path.exists():
+        raise SystemExit(f"this benchmark needs {path}; set RAKV_SHARED")
+    return path
 
 
 def time_s(work: Callable[[], object], *, rounds: int, warm: int = 1) -> list[float]:

@@ -64,7 +64,7 @@ def load_corpus(
         origin, texts = f"MuSiQue ({musique})", _musique(musique)
     else:
         origin, texts = "help texts of Python's standard library", _stdlib()
-    pieces = list(_trimmed(texts, sets * documents, tokens, count_tokens))
+    pieces = list(trimmed(texts, sets * documents, tokens, count_tokens))
     if len(pieces) < sets * documents:
         raise ValueError(f"{origin}: only {len(pieces)} documents of {tokens} tokens")
     return Corpus(
@@ -84,7 +84,7 @@ def _document_set(pieces: Sequence[tuple[str, str]]) -> DocumentSet:
     return DocumentSet(tuple(text for _, text in pieces), tuple(questions))
 
 
-def _trimmed(
+def trimmed(
     texts: Iterator[tuple[str, str]], wanted: int, tokens: int, count_tokens: Callable[[str], int]
 ) -> Iterator[tuple[str, str]]:
     """The first ``wanted`` long enough texts, cut by characters to about ``tokens`` tokens."""

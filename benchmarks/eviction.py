@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Options, Requirement, finish, parse_options, shared_data, table
+from benchmarks.common import Options, Requirement, finish, parse_options, required_data, table
 from rakv_cluster.chunking.boundaries import BLANK_LINE, PARAGRAPH_END, ChunkLimits, CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.store.catalog import Catalog
@@ -242,7 +242,7 @@ def print_trace(name: str, outcomes: dict[str, list[Outcome]]) -> None:
 
 def load_traces(options: Options) -> dict[str, list[Request]]:
     """All traces, the first one shortened if so asked."""
-    folder = shared_data() / "traces"
+    folder = required_data("traces")
     sessions = agent_sessions(folder / "agent_miniswe")
     limit = 2500 if options.short else 1_000_000
     return {

@@ -38,10 +38,7 @@ def sources(
 ) -> dict[str, Iterator[Asked]]:
     """Endless only as far as the data goes; shared data sets that are not there are left out."""
     found: dict[str, Iterator[Asked]] = {"manual pages": _manual(documents, characters)}
-    try:
-        folder = folder or shared_data()
-    except SystemExit:
-        return found
+    folder = folder or shared_data()
     musique = folder / "musique" / "musique_dev.json"
     samples = folder / "bugloc-git" / "samples_dev.jsonl"
     if musique.exists():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.common import Requirement, finish, parse_options, shared_data, table
+from benchmarks.common import Requirement, finish, parse_options, required_data, table
 from benchmarks.speculation_ledger import Booked, foresee, overspend, worst_window
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
@@ -180,7 +180,7 @@ def _recorded(sessions: int) -> Iterator[Recorded]:
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    folder = shared_data() / "traces" / "agent_miniswe"
+    folder = required_data("traces/agent_miniswe")
     for path in sorted(folder.glob("*.jsonl"))[:sessions]:
         for line in path.read_text().splitlines()[:10]:
             row = json.loads(line)

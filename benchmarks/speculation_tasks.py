@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.common import shared_data
+from benchmarks.common import required_data
 
 SPEC_BENCH = ("summarization", "rag", "qa", "translation", "math_reasoning")
 CODE = ("edit", "copy")
@@ -81,7 +81,7 @@ def _chat_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
 def _spec_bench() -> dict[str, list[tuple[str, str]]]:
     """First turns by category; what is not one of :data:`SPEC_BENCH` is chat."""
     texts: dict[str, list[tuple[str, str]]] = {name: [] for name in (*SPEC_BENCH, "chat")}
-    path = shared_data() / "spec-bench" / "question_dev.jsonl"
+    path = required_data("spec-bench/question_dev.jsonl")
     for line in path.read_text().splitlines():
         row = json.loads(line)
         category = row["category"] if row["category"] in texts else "chat"
@@ -107,7 +107,7 @@ def _code(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[tuple[str, str]]
 def _functions() -> Iterator[tuple[str, str]]:
     """``(qualified name, source)`` of the top-level functions in the bug-localization files."""
     seen: set[str] = set()
-    path = shared_data() / "bugloc-git" / "files_dev.jsonl"
+    path = required_data("bugloc-git/files_dev.jsonl")
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
