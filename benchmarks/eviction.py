@@ -7,7 +7,8 @@ of a chunk: the measured CPU prefill of SmolLM2-135M, 765 ms for 256 tokens at p
 
 Traces: Mooncake's conversation trace as recorded, 512-token blocks; the mini-SWE agent trace cut by
 this project's chunker over a stand-in tokenization, as recorded (sessions one after another, so
-all policies are alike) and with eight sessions at a time.
+all policies are alike) and with eight sessions at a time. Without the shared data: questions about
+documents of Zipf popularity.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Options, Requirement, finish, parse_options, required_data, table
+from benchmarks.common import Options, Requirement, finish, parse_options, shared_data, table
 from rakv_cluster.chunking.boundaries import BLANK_LINE, PARAGRAPH_END, ChunkLimits, CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.eviction import POLICIES, Entry, PolicyFactory
+from rakv_cluster.testing.traces import DocumentLoad, document_questions
 
 CAPACITIES = (0.02, 0.05, 0.10, 0.20, 0.30)
 BLOCK_TOKENS = 512
@@ -114,6 +116,20 @@ def _stand_in_ids(text: str) -> list[int]:
         if word[0] == "\n"
         else zlib.crc32(word.encode()) & 0xFFFF
         for word in _WORD.findall(text)
+    ]
+
+
+def documents(load: DocumentLoad, seed: int) -> list[Request]:
+    """A made trace: questions about documents."""
+    return [
+        Request(
+            request.at_ms / 1e3,
+            tuple(
+                Block(key, index * load.chunk_tokens, load.chunk_tokens)
+                for index, key in enumerate(request.keys)
+            ),
+        )
+        for request in document_questions(load, seed)
     ]
 
 
@@ -241,8 +257,11 @@ def print_trace(name: str, outcomes: dict[str, list[Outcome]]) -> None:
 
 
 def load_traces(options: Options) -> dict[str, list[Request]]:
-    """All traces, the first one shortened if so asked."""
-    folder = required_data("traces")
+    """All traces, the first one shortened if so asked; without the recorded ones, a made one."""
+    folder = shared_data() / "traces"
+    if not folder.exists():
+        load = DocumentLoad(rate_per_s=1.0, requests=500 if options.short else 4000)
+        return {"documents of Zipf popularity": documents(load, options.seed)}
     sessions = agent_sessions(folder / "agent_miniswe")
     limit = 2500 if options.short else 1_000_000
     return {

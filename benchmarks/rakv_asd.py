@@ -35,6 +35,7 @@ from benchmarks.paired import bootstrap, mean
 from benchmarks.rakv_asd_pairs import SELF, Pair, model_and_draft, new_drafter
 from benchmarks.speculation_arms import CpuClock, Policy, Run, SpeculationRig
 from benchmarks.speculation_tasks import Task, load_tasks
+from benchmarks.speculation_texts import origin
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"threads {names.threads} distilled {names.distill} {names.texts} {len(POLICIES)} policies"
     )
     journal = Journal(options.json_path, recipe)
+    print(f"prompts: {origin()}")
     results: dict[str, Any] = {}
     requirements: list[Requirement] = []
     for index, pair in enumerate(pairs):

@@ -28,6 +28,7 @@ from benchmarks.paired import Interval, bootstrap, median
 from benchmarks.speculation_arms import Arm, CpuClock, Run, Served, SpeculationRig, serve_all
 from benchmarks.speculation_ledger import Booked, foresee, overspend, worst_window
 from benchmarks.speculation_tasks import CATEGORIES, CODE, Task, load_tasks
+from benchmarks.speculation_texts import origin
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, names = parse_options(__doc__ or "", argv, extra=_extra())
     folder = Path(resolve(names.model, load_settings().cache_path))
     report = Report()
+    report.results["texts"] = origin()
+    print(f"prompts: {origin()}")
     with tempfile.TemporaryDirectory() as cache_dir:
         rig = SpeculationRig(
             folder,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.common import required_data
+from benchmarks.speculation_texts import SPEC_BENCH, functions, prompts_by_category
 
-SPEC_BENCH = ("summarization", "rag", "qa", "translation", "math_reasoning")
 CODE = ("edit", "copy")
 CATEGORIES = (*SPEC_BENCH, "chat", *CODE)
 CODE_OUTPUT_TOKENS = 192
@@ -49,7 +46,7 @@ def load_tasks(
     Raises ``ValueError`` if a category has too few.
     """
     chance = random.Random(seed)
-    texts = _spec_bench() | _code(tokenizer)
+    texts = prompts_by_category() | _code(tokenizer)
     columns = []
     for category in categories:
         pool = list(texts[category])
@@ -78,21 +75,10 @@ def _chat_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
     return tuple(encoded["input_ids"])
 
 
-def _spec_bench() -> dict[str, list[tuple[str, str]]]:
-    """First turns by category; what is not one of :data:`SPEC_BENCH` is chat."""
-    texts: dict[str, list[tuple[str, str]]] = {name: [] for name in (*SPEC_BENCH, "chat")}
-    path = required_data("spec-bench/question_dev.jsonl")
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        category = row["category"] if row["category"] in texts else "chat"
-        texts[category].append((f"spec-bench {row['question_id']}", row["turns"][0]))
-    return texts
-
-
 def _code(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[tuple[str, str]]]:
     """Functions of real projects, each with an edit to make or to be repeated as it is."""
     edits, copies = [], []
-    for name, source in _functions():
+    for name, source in functions():
         if len(tokenizer(source, add_special_tokens=False)["input_ids"]) not in _CODE_TOKENS:
             continue
         old = name.rsplit(".", 1)[-1]
@@ -102,23 +88,3 @@ def _code(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[tuple[str, str]]
         )
         copies.append((name, f"Repeat this code exactly as it is, nothing else.\n\n{fence}"))
     return {"edit": edits, "copy": copies}
-
-
-def _functions() -> Iterator[tuple[str, str]]:
-    """``(qualified name, source)`` of the top-level functions in the bug-localization files."""
-    seen: set[str] = set()
-    path = required_data("bugloc-git/files_dev.jsonl")
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if not row["path"].endswith(".py"):
-                continue
-            try:
-                tree = ast.parse(row["text"])
-            except SyntaxError:
-                continue  # syntax of another Python version
-            for node in tree.body:
-                name = f"{row['path']}.{getattr(node, 'name', '')}"
-                if isinstance(node, ast.FunctionDef) and name not in seen:
-                    seen.add(name)
-                    yield name, ast.get_source_segment(row["text"], node) or ""
