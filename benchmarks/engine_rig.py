@@ -98,7 +98,8 @@ class Rig:
         self.token_ids = token_ids
         self._offset = 0
         self._names = 0
-        self.engine = self.start(MemoryStore(1 << 30, SystemClock()))
+        self._store = MemoryStore(1 << 30, SystemClock())
+        self.engine = self.start(self._store)
 
     def start(self, store: ChunkStore, settings: EngineSettings | None = None) -> Engine:
         """A started engine on the model; the runner must not serve another at the same time."""
@@ -148,6 +149,10 @@ class Rig:
         """Wait until the engine is idle: it stores a request's KV after its last token."""
         while self.engine.stats().running:
             threading.Event().wait(0.005)
+
+    def stored_mib(self) -> float:
+        """What the RAM tier holds."""
+        return self._store.stats().stored_bytes / 2**20
 
     def cancel(self, answer: Answer) -> None:
         """Cancel a request that has had its first token, and wait for its end."""
