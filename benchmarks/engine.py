@@ -218,7 +218,7 @@ def admission_gap(rig: Rig, scale: Scale, report: Report) -> None:
 
 
 def soak(rig: Rig, scale: Scale, report: Report) -> None:
-    """Mixed requests, some cancelled; memory beside the RAM tier does not grow in the second half."""
+    """Mixed requests, some cancelled; memory but the RAM tier does not grow in the second half."""
     rng = random.Random(1)
     began_s, sizes = time.perf_counter(), []
     open_answers: list[Answer] = []
