@@ -86,9 +86,10 @@ class ServedCluster:
             answer = httpx.post(f"{self.url}/v1/route/explain", json={"prompt": "x"}, timeout=60.0)
         except httpx.TransportError:
             return False
-        found = answer.json() if answer.status_code == codes.OK else {"measured": False}
-        reported: list[object] = found["replicas"] if found["measured"] else []
-        return len(reported) == len(self._others) + 1
+        if answer.status_code != codes.OK:
+            return False
+        found: dict[str, Any] = answer.json()
+        return bool(found["measured"]) and len(found["replicas"]) == len(self._others) + 1
 
     def close(self) -> None:
         """End everything that was started."""
