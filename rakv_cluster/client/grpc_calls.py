@@ -139,4 +139,5 @@ def _blend(told: generation.Blend) -> dict[str, Any]:
         "repaired_fraction": told.repaired_fraction,
         "expected_kl": told.expected_kl if told.HasField("expected_kl") else None,
         "refusal": told.refusal,
+        "probed": told.probed,
     }

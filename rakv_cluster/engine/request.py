@@ -71,7 +71,8 @@ class RequestStats:
     there are any or ``repaired_tokens``: those that were reusable that way and computed again (part
     of ``computed_tokens``). ``expected_kl`` is what the model's calibration expects of that, nats
     per token, -1 if unknown; ``blend_refusal`` says why nothing was blended though it was asked
-    for. ``resumed_blend``: a replica that was lost blended, and the first output tokens are its.
+    for, and ``probed`` whether the question ran first to choose what was repaired.
+    ``resumed_blend``: a replica that was lost blended, and the first output tokens are its.
     ``other_class_tokens`` of the reused ones came from replicas that round differently.
     Durations are on the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the
     store, ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
@@ -88,6 +89,7 @@ class RequestStats:
     repaired_tokens: int = 0
     expected_kl: float = -1.0
     blend_refusal: str = ""
+    probed: bool = False
     resumed_blend: bool = False
     computed_tokens: int = 0
     output_tokens: int = 0

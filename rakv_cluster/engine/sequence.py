@@ -273,6 +273,7 @@ class Sequence:
             repaired_tokens=blended.repaired,
             expected_kl=blended.expected_kl,
             blend_refusal=blended.reason,
+            probed=blended.probed,
             other_class_tokens=self.other_class_tokens,
             output_tokens=self.output_tokens,
             queue_ms=(queued_until - self.submitted_s) * 1e3,

@@ -57,6 +57,7 @@ class Blended:
     Of the reused positions ``kept`` are as they were loaded and ``repaired`` are among those to
     compute; ``first`` is the first of them all. ``expected_kl`` is -1 where it is not known. With a
     pending ``probe`` the positions left are its first pass; :meth:`settled` says what comes then.
+    ``probed``: that pass has run.
     """
 
     to_compute: Positions = field(default_factory=no_positions)
@@ -66,6 +67,7 @@ class Blended:
     expected_kl: float = -1.0
     reason: str = ""
     probe: Probe = NO_PROBE
+    probed: bool = False
 
     def settled(self) -> Blended:
         """After the probe's pass: the repair that it chose."""
@@ -74,7 +76,7 @@ class Blended:
         left = positions_to_compute(
             probe.reused.positions, repaired, covered=probe.covered, total=probe.total
         )
-        return replace(self, to_compute=left, probe=NO_PROBE)
+        return replace(self, to_compute=left, probe=NO_PROBE, probed=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class Totals:
             "repaired_fraction": round(stats.repaired_tokens / reused, 4) if reused else 0.0,
             "expected_kl": round(stats.expected_kl, 5) if stats.expected_kl >= 0 else None,
             "refusal": stats.blend_refusal,
+            "probed": stats.probed,
         }
 
     def label(self) -> str:

@@ -114,6 +114,8 @@ def test_it_answers_as_if_the_repair_had_been_known(subject: Subject, rows: int)
     assert len(note.chosen) == round(RECOMPUTE * (len(FIRST) + len(SECOND)))
     assert probed.token_ids == expected.token_ids
     assert probed.stats.repaired_tokens == len(note.chosen)
+    assert probed.stats.probed
+    assert not expected.stats.probed
     for name in ("blended_tokens", "computed_tokens", "ram_tokens", "approximate"):
         assert getattr(probed.stats, name) == getattr(expected.stats, name)
 

@@ -86,7 +86,7 @@ def test_exact_requests_say_nothing_is_approximate(fresh: httpx.Client) -> None:
 
     assert blend == {
         "approximate": False, "repaired_tokens": 0, "repaired_fraction": 0.0,
-        "expected_kl": None, "refusal": "",
+        "expected_kl": None, "refusal": "", "probed": False,
     }  # fmt: skip
 
 

@@ -241,18 +241,20 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_sources: _Optional[_Mapping[str, int]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., document_indices: _Optional[_Iterable[int]] = ..., blend: _Optional[_Union[Blend, _Mapping]] = ..., exactness: _Optional[str] = ..., other_numeric_class_tokens: _Optional[int] = ...) -> None: ...
 
 class Blend(_message.Message):
-    __slots__ = ("approximate", "repaired_tokens", "repaired_fraction", "expected_kl", "refusal")
+    __slots__ = ("approximate", "repaired_tokens", "repaired_fraction", "expected_kl", "refusal", "probed")
     APPROXIMATE_FIELD_NUMBER: _ClassVar[int]
     REPAIRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPAIRED_FRACTION_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_KL_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     approximate: bool
     repaired_tokens: int
     repaired_fraction: float
     expected_kl: float
     refusal: str
-    def __init__(self, approximate: _Optional[bool] = ..., repaired_tokens: _Optional[int] = ..., repaired_fraction: _Optional[float] = ..., expected_kl: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
+    probed: bool
+    def __init__(self, approximate: _Optional[bool] = ..., repaired_tokens: _Optional[int] = ..., repaired_fraction: _Optional[float] = ..., expected_kl: _Optional[float] = ..., refusal: _Optional[str] = ..., probed: _Optional[bool] = ...) -> None: ...
 
 class ExplainRouteRequest(_message.Message):
     __slots__ = ("request",)
