@@ -10,6 +10,7 @@ copies and polls here, it never blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.keeping import Keeper
@@ -25,6 +26,7 @@ from rakv_cluster.reuse.assembly import Assembled, LoadJob
 from rakv_cluster.reuse.blender import Blended, Blender, BlendSupport
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.reuse.flights import RENEW_SHARE, Claimant, Departure, give_up
+from rakv_cluster.reuse.metering import MeteredStore
 from rakv_cluster.reuse.probing import question_start
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.workers import Workers
@@ -235,9 +237,8 @@ class Prefixes:
             buffer=sequence.buffer,
             layout=self._layout,
             transfer=self._transfer,
-            store=self._store,
+            store=MeteredStore(self._store, self._clock),
             costs=self._costs.view(now_s),
-            clock=self._clock,
             numeric_class=self._numeric_class,
             share_across_classes=self._settings.share_across_classes,
             price_loads=self._settings.price_loads,
@@ -252,16 +253,16 @@ class Prefixes:
         if self._loaders.submit(job.run):
             sequence.job, sequence.phase = job, Phase.LOADING
 
-    def _blend_of(self, sequence: Sequence) -> Callable[[KvBuffer, int], Blended]:
+    def _blend_of(self, sequence: Sequence) -> Callable[[ChunkStore, KvBuffer, int], Blended]:
         """What the sequence's load does behind its exact prefix."""
         # Coming back from preemption a stream goes on exactly: its account is closed.
         if not sequence.blends or sequence.first_token_s >= 0:
-            return lambda _buffer, _covered: Blended()
+            return lambda _store, _buffer, _covered: Blended()
         request, total = sequence.request, sequence.count
         costs = self._costs.view(self._clock.monotonic_s())
 
-        def blend(buffer: KvBuffer, covered: int) -> Blended:
-            return self._blender.blend(
+        def blend(store: ChunkStore, buffer: KvBuffer, covered: int) -> Blended:
+            return replace(self._blender, store=store).blend(
                 request.blend, request.prompt, buffer, costs, covered=covered, known_tokens=total
             )
 
@@ -272,7 +273,7 @@ class Prefixes:
         if job is None:
             raise AssertionError("a loading sequence has a job")
         if job.done:
-            self._finish_load(sequence, job.state, job.departure)
+            self._finish_load(sequence, job, job.state)
             if sequence.first_token_s < 0:
                 sequence.blend(job.blended)
             self._await_flight(sequence, job.departure)
@@ -292,8 +293,11 @@ class Prefixes:
 
     def _abandon_load(self, sequence: Sequence, job: LoadJob) -> None:
         """Go on without the rest of a load, in another buffer."""
+        now_s = self._clock.monotonic_s()
         self._counters.load_timeouts += 1
-        self._store_paused_until_s = self._clock.monotonic_s() + self._settings.load_deadline_s
+        self._store_paused_until_s = now_s + self._settings.load_deadline_s
+        for timing in job.store.unfinished():
+            self._costs.observe_stuck_load(timing.tier, timing.stored_bytes, timing.ms, now_s)
         old = sequence.buffer
         if old is None:
             raise AssertionError("a loading sequence has a buffer")
@@ -302,7 +306,7 @@ class Prefixes:
         new = self._pool.lease(old.capacity)
         new.slots(0, state.tokens).copy_(old.slots(0, state.tokens))
         sequence.buffer = new
-        self._finish_load(sequence, state, job.departure)
+        self._finish_load(sequence, job, state)
 
     def _watch_question(self, sequence: Sequence) -> None:
         """See what the question attends to in a prompt most of which is computed and stored."""
@@ -328,11 +332,11 @@ class Prefixes:
         sequence.waiting_since_s = now_s
         sequence.phase = Phase.AWAITING
 
-    def _finish_load(self, sequence: Sequence, state: Assembled, departure: Departure) -> None:
+    def _finish_load(self, sequence: Sequence, job: LoadJob, state: Assembled) -> None:
         buffer = sequence.buffer
         if buffer is None:
             raise AssertionError("a loading sequence has a buffer")
-        now_s = self._clock.monotonic_s()
+        now_s, departure = self._clock.monotonic_s(), job.departure
         shared = buffer.length
         buffer.length = state.tokens
         sequence.job = None
@@ -356,5 +360,5 @@ class Prefixes:
             position = max(position, end)
         self._watch_question(sequence)
         self._counters.load_failures += state.failed
-        for timing in state.timings:
+        for timing in job.store.timings():
             self._costs.observe_load(timing.tier, timing.stored_bytes, timing.ms, now_s)

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.transfer import HOST_TRANSFER, Transfer
 from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.flights import Claimant, Departure, cold_chunks
+from rakv_cluster.reuse.metering import MeteredStore
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
     ReusePlan,
@@ -32,15 +32,6 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 16 << 20
 """Loads are run in batches of about this many bytes, so that progress counts if time runs out."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTiming:
-    """One batch's bytes from one tier and the time it took, for the cost estimates."""
-
-    tier: Tier
-    stored_bytes: int
-    ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,6 @@ class Assembled:
     tokens: int
     sources: tuple[Source, ...] = ()
     stored_keys: frozenset[bytes] = frozenset()
-    timings: tuple[LoadTiming, ...] = ()
     failed: int = 0
 
 
@@ -105,7 +95,6 @@ def load_plan(
     store: ChunkStore,
     buffer: KvBuffer,
     layout: KvLayout,
-    clock: Clock,
     *,
     transfer: Transfer = HOST_TRANSFER,
     have: int = 0,
@@ -123,10 +112,8 @@ def load_plan(
         state = replace(state, tokens=min(state.tokens, batch[0].start))
         if not progress(state):
             break
-        began = clock.monotonic_s()
         outcomes = _load_batch(batch, store, buffer, layout, transfer)
-        took_ms = (clock.monotonic_s() - began) * 1e3
-        state = _advance(state, batch, outcomes, took_ms)
+        state = _advance(state, batch, outcomes)
         if state.failed:
             # What a failed load leaves may be NaN, which a masked attention would still read.
             buffer.slots(state.tokens, batch[-1].end).zero_()
@@ -135,26 +122,17 @@ def load_plan(
     return state
 
 
-def _advance(
-    state: Assembled, batch: list[PlannedLoad], outcomes: list[Loaded], took_ms: float
-) -> Assembled:
+def _advance(state: Assembled, batch: list[PlannedLoad], outcomes: list[Loaded]) -> Assembled:
     good = 0
     while good < len(batch) and good < len(outcomes) and outcomes[good].ok:
         good += 1
     done = list(zip(batch[:good], outcomes[:good], strict=True))
     tokens = batch[good - 1].end if good else batch[0].start
-    total = sum(load.stored_bytes for load, _ in done)
-    timings = tuple(
-        LoadTiming(tier, size, took_ms * size / max(total, 1))
-        for tier in Tier
-        if (size := sum(load.stored_bytes for load, outcome in done if outcome.tier == tier))
-    )
     return Assembled(
         tokens=tokens,
         sources=state.sources
         + tuple(Source(load.end, outcome.tier, load.numeric_class) for load, outcome in done),
         stored_keys=state.stored_keys - {load.key for load in batch[good:]},
-        timings=state.timings + timings,
         failed=len(batch) - good,
     )
 
@@ -194,7 +172,7 @@ def _load_batch(
     return outcomes
 
 
-def _no_blend(buffer: KvBuffer, covered: int) -> Blended:
+def _no_blend(store: ChunkStore, buffer: KvBuffer, covered: int) -> Blended:
     return Blended()
 
 
@@ -202,8 +180,8 @@ def _no_blend(buffer: KvBuffer, covered: int) -> Blended:
 class LoadJob:
     """One request's find, plan, claim and load, run by a loader thread, watched by the engine.
 
-    ``blend`` fills slots behind the exact ones, from the position it is given on; what came of it
-    is ``blended`` once the job is done.
+    ``blend`` fills slots behind the exact ones from a store, from the position it is given on;
+    what came of it is ``blended`` once the job is done.
 
     What is not stored among the first ``prompt_tokens`` is claimed by ``claimant``; ``departure``
     says with what result once the job is done.
@@ -217,9 +195,8 @@ class LoadJob:
     buffer: KvBuffer | None
     layout: KvLayout
     transfer: Transfer
-    store: ChunkStore
+    store: MeteredStore
     costs: CostView
-    clock: Clock
     numeric_class: str
     share_across_classes: bool
     price_loads: bool
@@ -228,7 +205,7 @@ class LoadJob:
     prompt_tokens: int
     settle: Callable[[Sequence[bytes]], None]
     wake: Callable[[], None]
-    blend: Callable[[KvBuffer, int], Blended] = _no_blend
+    blend: Callable[[ChunkStore, KvBuffer, int], Blended] = _no_blend
     blended: Blended = field(default_factory=Blended)
     state: Assembled = field(init=False)
     departure: Departure = field(default_factory=Departure)
@@ -274,13 +251,12 @@ class LoadJob:
             self.store,
             buffer,
             self.layout,
-            self.clock,
             transfer=self.transfer,
             have=self.have,
             progress=self._report,
         )
         if self._report(state):
-            self.blended = self.blend(buffer, state.tokens)
+            self.blended = self.blend(self.store, buffer, state.tokens)
 
     def _look(self) -> ReusePlan:
         """What is stored now, and which of it to load."""

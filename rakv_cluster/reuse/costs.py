@@ -3,7 +3,8 @@
 Computing is a table by (rows of a step, context), because kernels switch and no linear model fits
 (DESIGN.md section 8); an empty cell answers from its nearest neighbour. Loading is a rate per
 tier. Everything is an exponentially weighted mean; a load estimate drifts back to its prior, so
-that one slow read does not forbid a tier for ever.
+that one slow read does not forbid a tier for ever. A load that had to be given up costs as much as
+computing: after each one in a row the tier is tried again half as soon.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rakv_cluster.types import Tier
 _LEARNING_RATE = 0.2
 _OUTLIER_FACTOR = 4.0
 _FORGET_HALF_LIFE_S = 60.0
+_LONGEST_HALF_LIFE_S = 3600.0
 _CONTEXT_BUCKET_TOKENS = 512
 _BYTES_PER_MB = 1e6
 
@@ -85,6 +87,7 @@ class CostView:
 class _LoadRate:
     ms_per_mb: float
     at_s: float
+    half_life_s: float = _FORGET_HALF_LIFE_S
 
 
 @dataclass(slots=True)
@@ -111,10 +114,17 @@ class Costs:
 
     def observe_load(self, tier: Tier, stored_bytes: int, ms: float, now_s: float) -> None:
         """Loading ``stored_bytes`` from ``tier`` took ``ms``."""
-        sample = max(ms - LOAD_FIXED_MS, 0.0) / max(stored_bytes / _BYTES_PER_MB, 0.05)
         known = self._load_rate(tier, now_s)
         # No outlier clipping here: a disk that stalls has to be believed at once.
+        sample = _load_sample(stored_bytes, ms)
         self._loads[tier] = _LoadRate(known + 0.5 * (sample - known), now_s)
+
+    def observe_stuck_load(self, tier: Tier, stored_bytes: int, ms: float, now_s: float) -> None:
+        """Loading ``stored_bytes`` from ``tier`` was given up after ``ms``: it takes longer."""
+        known = self._loads.get(tier)
+        half_life_s = _FORGET_HALF_LIFE_S if known is None else 2 * known.half_life_s
+        rate = max(self._load_rate(tier, now_s), _load_sample(stored_bytes, ms))
+        self._loads[tier] = _LoadRate(rate, now_s, min(half_life_s, _LONGEST_HALF_LIFE_S))
 
     def view(self, now_s: float) -> CostView:
         """The costs as of ``now_s``."""
@@ -130,8 +140,13 @@ class Costs:
         known = self._loads.get(tier)
         if known is None:
             return prior
-        memory: float = 0.5 ** (max(now_s - known.at_s, 0.0) / _FORGET_HALF_LIFE_S)
+        memory: float = 0.5 ** (max(now_s - known.at_s, 0.0) / known.half_life_s)
         return prior + (known.ms_per_mb - prior) * memory
+
+
+def _load_sample(stored_bytes: int, ms: float) -> float:
+    """Milliseconds per megabyte of one load."""
+    return max(ms - LOAD_FIXED_MS, 0.0) / max(stored_bytes / _BYTES_PER_MB, 0.05)
 
 
 def _learn(table: dict, key: object, sample: float) -> None:  # type: ignore[type-arg]  # two key types

@@ -280,9 +280,7 @@ def test_a_failed_load_leaves_finite_numbers() -> None:
         for chunk in prompt_of(PROMPT).chunks
     )
 
-    done = load_plan(
-        ReusePlan(loads), FaultyStore(healthy, lambda: Fault.LIE), buffer, layout, clock
-    )
+    done = load_plan(ReusePlan(loads), FaultyStore(healthy, lambda: Fault.LIE), buffer, layout)
 
     assert done.tokens == 16
     assert done.failed == 3
