@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fidelity_data import prompts, sources
+from benchmarks.fidelity_task import Task, tasks
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.calibrating import Interval, bootstrap, mean_of
 from rakv_cluster.reuse.fidelity import FidelityCase, Measured
@@ -50,15 +51,18 @@ CHARACTERS_PER_TOKEN = 4
 Arm = tuple[str, float]
 """A selector's name and the fraction that it repairs."""
 
+WRITING: tuple[Arm, ...] = (("none", 0.0), (PLAIN, MAIN_FRACTION), (PROBED, MAIN_FRACTION))
+"""Arms that write an answer of their own, for the task's accuracy."""
+
 
 @dataclass(slots=True)
 class Figures:
-    """What was measured, case by case: lists of all arms are parallel. ``reordered_lost`` has the
-    cases that have an answer."""
+    """What was measured, case by case: lists of all arms are parallel. ``tasks`` has the cases that
+    have an answer."""
 
     sources: list[str] = field(default_factory=list)
     arms: dict[Arm, list[Measured]] = field(default_factory=dict)
-    reordered_lost: list[float] = field(default_factory=list)
+    tasks: dict[str, list[Task]] = field(default_factory=dict)
 
     @property
     def cases(self) -> int:
@@ -108,22 +112,24 @@ def measure(
             case = FidelityCase(
                 model.runner, model.rotation, given[index], model.card.eos_token_ids, probe
             )
-            for arm, measured in _measured(case, fractions).items():
+            arms = _measured(case, fractions)
+            for arm, measured in arms.items():
                 figures.arms.setdefault(arm, []).append(measured)
             figures.sources.append(source)
-            exact = figures.arms["none", 0.0][-1].exact_answer_logp
-            if exact:
-                figures.reordered_lost.append(exact - case.reordered_answer_logp)
+            if given[index].answer:
+                for name, task in tasks(case, arms, given[index].answer, model.tokenizer).items():
+                    figures.tasks.setdefault(name, []).append(task)
             print(f"{source}: case {index + 1}, {case.prompt_tokens} tokens", flush=True)
     return figures
 
 
 def _measured(case: FidelityCase, fractions: Sequence[float]) -> dict[Arm, Measured]:
-    found = {("none", 0.0): case.measure(nothing, 0.0)}
+    found = {("none", 0.0): case.measure(nothing, 0.0, text=True)}
     for fraction in fractions:
         for name, selector in SELECTORS.items():
             if name not in CONTROLS or fraction == MAIN_FRACTION:
-                found[name, fraction] = case.measure(selector, fraction)
+                writes = (name, fraction) in WRITING
+                found[name, fraction] = case.measure(selector, fraction, text=writes)
     found["all", 1.0] = case.measure(everything, 1.0)
     return found
 

@@ -29,7 +29,7 @@ from rakv_cluster.reuse.probing import probe_settings
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
-from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode
 
 
@@ -110,19 +110,30 @@ class Times:
 
 
 class TtftRig:
-    """Asks for one set of documents; ``fresh`` is a document that is never cached."""
+    """Asks for one set of documents, cached in ``store``; ``fresh`` is a document that never is.
 
-    def __init__(self, model: LoadedModel, prompt: FidelityPrompt, fresh: Ids) -> None:
+    With ``price_loads`` the engine loads where that should be faster than computing, else always.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        prompt: FidelityPrompt,
+        fresh: Ids,
+        store: ChunkStore,
+        *,
+        price_loads: bool,
+    ) -> None:
         self._prompt, self._fresh = prompt, fresh
         self._cuts = CutTable.from_tokenizer(model.tokenizer)
-        self._store = MemoryStore(4 << 30, SystemClock())
+        self._store = store
         self._engine = Engine(
             model.runner,
             self._store,
             Speculator(CostTable(CostBuckets()), ControllerSettings(), SystemClock()),
             cuts=self._cuts,
             limits=LIMITS,
-            settings=EngineSettings(kv_budget_bytes=4 << 30, price_loads=False),
+            settings=EngineSettings(kv_budget_bytes=4 << 30, price_loads=price_loads),
             clock=SystemClock(),
             numeric_class=model.card.numeric_class,
             blending=BlendSupport(model.rotation, probe=probe_settings(model.card.layout.layers)),
@@ -136,21 +147,23 @@ class TtftRig:
         """Stop the engine."""
         self._engine.stop()
 
-    def seed(self) -> None:
-        """Compute and store the documents in the seen order, and learn their sensitivity."""
+    def seed(self, *, orders: int = 2) -> None:
+        """Compute and store the documents in the seen order; by a second one their sensitivity is
+        learned."""
         seen = self._cut(self._seen, new_in_front=False)
         self._seeded = {chunk.prefix_key for chunk in seen.chunks}
         self._ask(seen, Arm("seed", ReuseMode.EXACT))
-        other = self._cut(self._seen[::-1], new_in_front=False)
-        self._ask(other, Arm("seed", ReuseMode.EXACT))
-        self._forget(other)
+        if orders > 1:
+            other = self._cut(self._seen[::-1], new_in_front=False)
+            self._ask(other, Arm("seed", ReuseMode.EXACT))
+            self._forget(other)
 
-    def time(self, rounds: int, rng: np.random.Generator) -> dict[str, Timed]:
+    def time(self, arms: Sequence[Arm], rounds: int, rng: np.random.Generator) -> dict[str, Timed]:
         """Every arm once per round, in an order of its own."""
-        timed = {arm.name: Timed() for arm in ARMS}
+        timed = {arm.name: Timed() for arm in arms}
         for _ in range(rounds):
-            for index in rng.permutation(len(ARMS)):
-                arm = ARMS[index]
+            for index in rng.permutation(len(arms)):
+                arm = arms[index]
                 order = self._seen if arm.order == "seen" else self._unseen(rng)
                 prompt = self._cut(order, new_in_front=arm.new_in_front)
                 answer = self._ask(prompt, arm)

@@ -8,7 +8,7 @@ then measured on the same donors, each by the one forward that a blended request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,7 +66,8 @@ class Measured:
     ``first_kl`` that of the first token; ``top1`` the share of equal first choices; ``agreement``
     the share of reference tokens before the first unequal one. ``answer_logp`` is the mean
     log-probability per token of the case's answer, and ``exact_answer_logp`` that of full
-    recompute; both 0 without an answer.
+    recompute; both 0 without an answer. ``text`` are the selection's own greedy tokens, where they
+    were asked for.
     """
 
     repaired: int
@@ -76,6 +77,7 @@ class Measured:
     agreement: float
     answer_logp: float = 0.0
     exact_answer_logp: float = 0.0
+    text: Ids = ()
 
 
 class FidelityCase:
@@ -83,8 +85,8 @@ class FidelityCase:
     ``probe`` selectors may know the question's attention.
 
     ``reordered_answer_logp`` is the answer's log-probability per token by full recompute with the
-    documents in the donors' order (0 without an answer): what a request that is served in an
-    order that is cached loses or wins.
+    documents in the donors' order, and ``reordered_text`` the greedy tokens (0 and none without an
+    answer): what a request that is served in an order that is cached loses or wins.
     """
 
     def __init__(
@@ -97,16 +99,17 @@ class FidelityCase:
     ) -> None:
         self._runner = runner
         self._prompt = prompt
+        self._ends = ends
         self._ids = prompt.ids
         self._room = len(self._ids) + max(REFERENCE_TOKENS, len(prompt.answer))
         exact = _buffer(runner, self._room)
         rows = [len(self._ids) - 1]
         first = _compute(runner, exact, self._ids, np.arange(len(self._ids)), rows)
-        self.reference, self._logits = self._continue(exact, first, ends)
+        self.reference, self._logits = self._greedy(exact, (), first[0])
         self._answer_logp = self._score(exact, self._logits[:1])
         donor_buffer = self._in_order(prompt.donor_order)
         importance = self._importance(donor_buffer, probe)
-        self.reordered_answer_logp = self._reordered_score(donor_buffer)
+        self.reordered_text, self.reordered_answer_logp = self._reordered(donor_buffer)
         donors = _donated(donor_buffer, prompt, prompt.donor_order)
         others = _donated(self._in_order(prompt.other_order), prompt, prompt.other_order)
         self._moved = _moved(exact, donors, prompt, rotation)
@@ -118,8 +121,11 @@ class FidelityCase:
         """Length of the prompt."""
         return len(self._ids)
 
-    def measure(self, selector: Selector, fraction: float) -> Measured:
-        """Repair ``fraction`` of the documents' tokens as ``selector`` chooses, and compare."""
+    def measure(self, selector: Selector, fraction: float, *, text: bool = False) -> Measured:
+        """Repair ``fraction`` of the documents' tokens as ``selector`` chooses, and compare.
+
+        With ``text`` the selection also writes its own, which takes up to 31 steps.
+        """
         count = round(fraction * len(self.reused.positions))
         repaired = selector(self.reused, count)
         buffer = KvBuffer(self._moved.data.clone())
@@ -130,7 +136,9 @@ class FidelityCase:
         )
         rows = list(range(len(left) - len(self.reference), len(left)))
         logits = _compute(self._runner, buffer, known, left, rows)
-        return self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
+        written = self._written(buffer, logits) if text else ()
+        found = self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
+        return replace(found, text=written)
 
     def _in_order(self, order: Sequence[int]) -> KvBuffer:
         """KV of the front and the documents in that order, as long as the prompt's."""
@@ -155,14 +163,18 @@ class FidelityCase:
         places = _places_in(prompt, prompt.donor_order)
         return np.concatenate([seen[start:end] for start, end in places])
 
-    def _reordered_score(self, buffer: KvBuffer) -> float:
-        """The answer's where the documents keep the donors' order. Computes the question."""
+    def _reordered(self, buffer: KvBuffer) -> tuple[Ids, float]:
+        """Text and the answer's score where the documents keep the donors' order.
+
+        Computes the question.
+        """
         if not self._prompt.answer:
-            return 0.0
+            return (), 0.0
         start = self._prompt.places[-1][1]
         tail = np.arange(start, len(self._ids))
         first = _compute(self._runner, buffer, self._ids, tail, [len(tail) - 1])
-        return self._score(buffer, first)
+        text, _ = self._greedy(buffer, (), first[0])
+        return text, self._score(buffer, first)
 
     def _probed(self, reused: Reused, settings: ProbeSettings) -> Reused:
         """With the question's attention over the unrepaired rest."""
@@ -187,19 +199,29 @@ class FidelityCase:
             exact_answer_logp=self._answer_logp,
         )
 
-    def _continue(
-        self, buffer: KvBuffer, logits: torch.Tensor, ends: frozenset[int]
+    def _written(self, buffer: KvBuffer, logits: torch.Tensor) -> Ids:
+        """The greedy tokens of a buffer that holds the reference's KV behind the prompt."""
+        own = logits.argmax(-1).tolist()
+        pairs = zip(own, self.reference, strict=True)
+        same = next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(own))
+        if same == len(own):
+            return self.reference
+        return self._greedy(buffer, self.reference[:same], logits[same])[0]
+
+    def _greedy(
+        self, buffer: KvBuffer, known: Ids, following: torch.Tensor
     ) -> tuple[Ids, torch.Tensor]:
-        """Greedy tokens behind the prompt, and the logits that chose each ``[n, vocab]``."""
-        tokens: list[int] = []
-        chosen = [logits[0]]
+        """Greedy tokens behind the prompt, of which ``known`` are in the buffer; ``following`` are
+        the logits behind them. With the logits that chose each new one ``[n, vocab]``."""
+        tokens = list(known)
+        chosen = [following]
         while True:
             tokens.append(int(chosen[-1].argmax()))
-            if len(tokens) == REFERENCE_TOKENS or tokens[-1] in ends:
+            if len(tokens) == REFERENCE_TOKENS or tokens[-1] in self._ends:
                 return tuple(tokens), torch.stack(chosen)
-            known = (*self._ids, *tokens)
-            at = np.array([len(known) - 1])
-            chosen.append(_compute(self._runner, buffer, known, at, [0])[0])
+            ids = (*self._ids, *tokens)
+            at = np.array([len(ids) - 1])
+            chosen.append(_compute(self._runner, buffer, ids, at, [0])[0])
 
     def _score(self, buffer: KvBuffer, first: torch.Tensor) -> float:
         """Mean log-probability of the answer behind a prompt whose KV is in ``buffer``.

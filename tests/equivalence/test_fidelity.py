@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from transformers import PreTrainedModel
@@ -77,3 +79,28 @@ def test_without_a_probe_there_is_no_curve_of_it(model: PreTrainedModel) -> None
     )
 
     assert curves.probed == ()
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_what_a_selection_writes_follows_from_its_own_words(
+    model: PreTrainedModel, count: int
+) -> None:
+    """Asked with its first words behind the question, it goes on with the others."""
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+    rotation = key_rotation(model, runner)
+    asked = prompt(1)
+    case = FidelityCase(runner, rotation, asked)
+    text = case.measure(nothing, 0.0, text=True).text
+    assert text != case.reference
+
+    longer = replace(asked, question=(*asked.question, *text[:count]), answer=())
+    rest = FidelityCase(runner, rotation, longer).measure(nothing, 0.0, text=True).text
+
+    assert rest[: len(text) - count] == text[count:]
+
+
+def test_where_all_is_repaired_it_writes_the_reference(model: PreTrainedModel) -> None:
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+    case = FidelityCase(runner, key_rotation(model, runner), prompt(1))
+
+    assert case.measure(everything, 1.0, text=True).text == case.reference

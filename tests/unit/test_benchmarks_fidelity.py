@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.fidelity_cases import Figures, ratio
 from benchmarks.fidelity_report import Point, front
+from benchmarks.fidelity_task import Task, accuracy, difference, plain, verdict
 from benchmarks.fidelity_ttft import Times
 from rakv_cluster.reuse.calibrating import Interval
 from rakv_cluster.reuse.fidelity import Measured
@@ -76,3 +77,31 @@ def test_the_front_has_what_nothing_beats_in_both() -> None:
     ]  # fmt: skip
 
     assert [each.name for each in front(found)] == ["fast", "slower", "exact"]
+
+
+def test_an_answer_counts_whatever_its_case_articles_and_punctuation() -> None:
+    assert plain("The  Beatles' album, (1969).") == "beatles album 1969"
+    assert plain("theme") == "theme"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "prompts", "said"),
+    [
+        (0.0, 0.0, 399, "not established"),
+        (-0.03, 0.02, 400, "within 3 points"),
+        (-0.05, 0.02, 400, "not established"),
+        (-0.09, -0.04, 400, "inferior"),
+    ],
+)
+def test_an_accuracy_is_judged_by_its_interval_and_never_from_few_prompts(
+    low: float, high: float, prompts: int, said: str
+) -> None:
+    assert verdict(Interval((low + high) / 2, low, high), prompts) == said
+
+
+def test_accuracies_are_compared_prompt_by_prompt() -> None:
+    full = [Task(right=True, logp=-1.0), Task(right=False, logp=-2.0)]
+    mine = [Task(right=False, logp=-1.5), Task(right=False, logp=-2.0)]
+
+    assert accuracy(full).value == 0.5
+    assert difference(mine, full).value == -0.5
