@@ -94,6 +94,7 @@ def test_so_is_one_that_was_given_up(
     engine = engine_on(store, clock, loaders)
 
     def give_up() -> None:
+        store.during = lambda: None
         clock.advance(2.0)
         engine.step()
 
@@ -103,7 +104,6 @@ def test_so_is_one_that_was_given_up(
     loaders.run_one()
     assert engine.core.stats().counters.load_timeouts == 1
     engine.run(first)
-    store.during = lambda: None
     clock.advance(5.0)  # the store is asked again
 
     answer = ask(engine, reuse)
