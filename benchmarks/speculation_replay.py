@@ -126,7 +126,9 @@ class Replay:
         ids = np.array(recorded.prompt_ids + recorded.output_ids)
         done = len(recorded.prompt_ids) + 1
         prefill_ms = PREFILL_MS_PER_TOKEN * len(recorded.prompt_ids)
-        sequence = self._speculator.begin(mode, ids[:done], NO_RULE, prefill_ms=prefill_ms)
+        sequence = self._speculator.begin(
+            mode, ids[:done], NO_RULE, prefill_ms=prefill_ms, tokens_left=len(ids) - done
+        )
         steps = []
         while done < len(ids):
             left = len(ids) - done

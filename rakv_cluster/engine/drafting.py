@@ -76,6 +76,7 @@ class Drafting:
             sequence.known_ids,
             sequence.rule,
             prefill_ms=prefill_ms,
+            tokens_left=sequence.request.max_tokens - sequence.output_tokens,
         )
 
     def finish(self, sequence: Sequence) -> None:

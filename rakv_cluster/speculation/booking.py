@@ -25,13 +25,15 @@ class StepResult:
     """What a step turned out to take and bring; ``plain_steps`` per candidate, in order.
 
     ``draft_ms`` of guessing is 0 where the drafters were not asked; ``control_ms`` holds it and
-    what deciding and learning took beside it.
+    what deciding and learning took beside it. Behind a ``surprising`` time the next step is plain,
+    to tell what changed.
     """
 
     forward_ms: float
     draft_ms: float
     control_ms: float
     plain_steps: tuple[int, ...]
+    surprising: bool = False
 
 
 def book_setup(replica: ReplicaState, request: RequestState, ms: float) -> None:
@@ -59,7 +61,10 @@ def settle(
         replica.drafting_steps += 1
     elif decision.rows == len(candidates):
         replica.drafting_steps = 0
+    if result.surprising:
+        replica.drafting_steps = settings.baseline_interval
     if result.draft_ms > 0:
+        replica.draft_ms = replica.draft_ms or result.draft_ms
         rise_ms = result.draft_ms - replica.draft_ms
         replica.draft_ms += rise_ms * (DRAFT_MS_GAIN_UP if rise_ms > 0 else DRAFT_MS_GAIN_DOWN)
     free = [index for index, candidate in enumerate(candidates) if candidate.forced < 0]

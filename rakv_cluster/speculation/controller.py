@@ -29,6 +29,7 @@ from rakv_cluster.speculation.hazards import (
     AcceptanceTracker,
     Hazards,
 )
+from rakv_cluster.speculation.lengths import AnswerLengths
 
 
 class Reason(str, Enum):
@@ -55,18 +56,18 @@ class ControllerSettings:
 
     After ``baseline_interval`` drafting steps one plain step is taken, so that the cost of K=0,
     which everything is compared with, is never stale. A step's measured time is booked up to
-    ``stall_factor`` times the predicted one: the rest is the machine's doing. Guessing is cheap
-    up to ``cheap_draft_share`` of a plain step. A draft model that does not seem to
-    pay is asked all the same where that costs no more than ``probe_share`` of the plain time since
-    the last drafts, if the governor allows: unlike free guesses, its drafts teach nothing unless
-    they are paid for.
+    ``stall_factor`` times the predicted one: the rest is the machine's doing, or will be predicted
+    the next time. Guessing is cheap up to ``cheap_draft_share`` of a plain step. A draft model
+    that does not seem to pay is asked all the same where that costs no more than ``probe_share``
+    of the plain time since the last drafts, if the governor allows: unlike free guesses, its
+    drafts teach nothing unless they are paid for.
     """
 
     governor: GovernorSettings = field(default_factory=GovernorSettings)
     max_drafts: int = 15
     margin: float = 0.02
     baseline_interval: int = 64
-    stall_factor: float = 3.0
+    stall_factor: float = 1.5
     cheap_draft_share: float = 0.001
     probe_share: float = 0.005
 
@@ -77,6 +78,7 @@ class ReplicaState:
 
     hazards: Hazards = field(default_factory=lambda: Hazards(REPLICA_DECAY))
     ledger: ReplicaLedger = field(default_factory=ReplicaLedger)
+    lengths: AnswerLengths = field(default_factory=AnswerLengths)
     draft_ms: float = 0.0
     drafting_steps: int = 0
     unprobed_steps: int = 0
@@ -90,9 +92,13 @@ class RequestState:
     ledger: RequestLedger
 
     @classmethod
-    def begin(cls, replica: ReplicaState, *, prefill_ms: float) -> RequestState:
-        """State of a request whose prefill took so long."""
-        return cls(AcceptanceTracker(replica.hazards), RequestLedger(plain_ms=prefill_ms))
+    def begin(
+        cls, replica: ReplicaState, *, prefill_ms: float, sure_decode_ms: float = 0.0
+    ) -> RequestState:
+        """State of a request whose prefill took so long; decoding will take ``sure_decode_ms`` at
+        least, in all likelihood."""
+        ledger = RequestLedger(plain_ms=prefill_ms, sure_ms=prefill_ms + sure_decode_ms)
+        return cls(AcceptanceTracker(replica.hazards), ledger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +126,14 @@ class Option:
 
     It is judged by ``hoped_ms`` and allowed by ``ms`` (see :class:`StepCosts`), both with a draft
     model's time; catching up counts in the second only, since later steps profit from it too.
+    ``needed_ms`` more than a plain step's time must be there for it to be ``allowed``.
     """
 
     rows: int
     ms: float
     hoped_ms: float
     tokens: float
+    needed_ms: float
     allowed: bool
 
 
@@ -152,21 +160,28 @@ def may_draft(
     requests: Sequence[RequestState],
     costs: StepCosts,
 ) -> bool:
-    """Whether asking the drafters is itself affordable: a guess costs time even if unused.
-
-    One that costs next to nothing is worth making for what it teaches about acceptance; a dear
-    one only where the governor leaves enough to use it.
-    """
+    """Whether asking the drafters is itself affordable: a guess costs time even if unused."""
     batch = len(requests)
     base_ms = costs.at(batch)
     if math.isinf(base_ms):
         return True
     ledgers = [request.ledger for request in requests]
     allowed = allowance_ms(settings.governor, replica.ledger, ledgers, base_ms=base_ms, batch=batch)
-    needed_ms = replica.draft_ms
-    if needed_ms > settings.cheap_draft_share * base_ms:
-        needed_ms += costs.at(batch + 1) - base_ms
-    return needed_ms <= allowed
+    return asking_ms(settings, replica, costs, batch) <= allowed
+
+
+def asking_ms(
+    settings: ControllerSettings, replica: ReplicaState, costs: StepCosts, batch: int
+) -> float:
+    """What the governor must allow before the drafters are asked.
+
+    A guess that costs next to nothing is worth making for what it teaches about acceptance; a dear
+    one only where there is enough to use it.
+    """
+    base_ms = costs.at(batch)
+    if replica.draft_ms <= settings.cheap_draft_share * base_ms:
+        return replica.draft_ms
+    return replica.draft_ms + costs.at(batch + 1) - base_ms
 
 
 def choose(
@@ -196,14 +211,15 @@ def choose(
             batch=batch,
         )
     slots = _slots(settings, candidates)
-    base = Option(base_rows, base_ms, base_ms, float(batch), True)
-    reserve = settings.governor.reserve
-    options = _options(slots, candidates, costs, base, allowed_ms - draft_ms, reserve=reserve)
-    reason, best = _pick(settings, replica, options)
+    base = Option(base_rows, base_ms, base_ms, float(batch), 0.0, True)
+    reason, best = Reason.NO_DRAFT, base
+    options: tuple[Option, ...] = (base,)
+    if slots:
+        reserve = settings.governor.reserve
+        options = _options(slots, candidates, costs, base, allowed_ms - draft_ms, reserve=reserve)
+        reason, best = _pick(settings, replica, options)
     if reason is Reason.NOT_WORTH and _probes(settings, replica, candidates, options):
         reason, best = Reason.PROBED, options[1]
-    if not slots:
-        reason = Reason.NO_DRAFT
     drafts = list(forced)
     for _, index in slots[: best.rows - base_rows]:
         drafts[index] += 1
@@ -235,7 +251,7 @@ def promise(
     allowed_ms = allowance_ms(
         settings.governor, replica.ledger, ledgers, base_ms=base_ms, batch=batch
     )
-    base = Option(batch, base_ms, base_ms, float(batch), True)
+    base = Option(batch, base_ms, base_ms, float(batch), 0.0, True)
     reserve = settings.governor.reserve
     slots = _slots(settings, (candidate,))
     options = _options(slots, (candidate,), costs, base, allowed_ms, reserve=reserve)
@@ -267,28 +283,37 @@ def _options(
     *,
     reserve: float,
 ) -> tuple[Option, ...]:
-    """K=0 first, then one option per rows bucket, each filled with the likeliest drafts."""
+    """K=0 first, then one option per rows bucket, each filled with the likeliest drafts, and one
+    in front of every draft that takes a model another round: rows alone may be had for nothing.
+
+    What is risked leaves enough to try once more with the least, so that one mistake at its start
+    does not cost a request all of its drafts.
+    """
     options = [base]
-    tokens, taken = base.tokens, 0
+    tokens, taken, least_ms = base.tokens, 0, 0.0
     making = _Making(candidates)
     for edge, ms, hoped_ms in zip(costs.rows, costs.ms, costs.hoped_ms, strict=True):
-        if edge <= base.rows or taken == len(slots):
-            continue
         fill = min(edge - base.rows, len(slots))
-        for chance, index in slots[taken:fill]:
+        while taken < fill:
+            chance, index = slots[taken]
             tokens += chance
             making.add(index)
-        taken = fill
-        extra_ms = (1 + reserve) * (ms + making.ms) - base.ms
-        options.append(
-            Option(
-                rows=base.rows + fill,
-                ms=ms + making.ms,
-                hoped_ms=hoped_ms + making.ms,
-                tokens=tokens,
-                allowed=extra_ms + making.catch_up_ms <= allowed_ms,
+            taken += 1
+            if taken < fill and not making.lengthens(slots[taken][1]):
+                continue
+            extra_ms = (1 + reserve) * (ms + making.ms) - base.ms
+            needed_ms = extra_ms + making.catch_up_ms + least_ms
+            options.append(
+                Option(
+                    rows=base.rows + taken,
+                    ms=ms + making.ms,
+                    hoped_ms=hoped_ms + making.ms,
+                    tokens=tokens,
+                    needed_ms=needed_ms,
+                    allowed=needed_ms <= allowed_ms,
+                )
             )
-        )
+            least_ms = least_ms or max(extra_ms, 0.0)
     return tuple(options)
 
 
@@ -306,6 +331,10 @@ class _Making:
     def ms(self) -> float:
         """One round per place in the longest block."""
         return self._rounds * self._round_ms
+
+    def lengthens(self, index: int) -> bool:
+        """Whether one more draft for this candidate takes another round."""
+        return self._candidates[index].by_model and self._places[index] == self._rounds
 
     def add(self, index: int) -> None:
         """One more draft for this candidate."""

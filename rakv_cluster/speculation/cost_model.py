@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from rakv_cluster.errors import ConfigError
+from rakv_cluster.speculation.cost_cells import CELL_GAIN, Base, Cell, clipped, on_line
 
 LEVEL_GAIN = 0.1
-CELL_GAIN = 0.1
-CLIP = math.log(1.5)
-"""Largest change of a log cost that one measurement can argue for: a stall is not a new cost."""
 
 DOUBT_HALF_LIFE_STEPS = 500
 """Steps after which half of an unused wide step's extra cost is still believed."""
+
+_FRESH_STEPS = 32
+"""Steps for which a doubt, or a ratio that another column lent, need not be worked out again."""
 
 Column = tuple[int, int]
 """(context bucket, batch bucket)"""
@@ -89,29 +90,22 @@ class StepCosts:
         index = bisect_left(self.rows, rows)
         return self.ms[index] if index < len(self.ms) else math.inf
 
+    def having(self, rows: int, ms: float) -> StepCosts:
+        """These costs, but for the edge at ``rows``, which was just measured."""
+        index = self.rows.index(rows)
+        return StepCosts(
+            self.rows,
+            (*self.ms[:index], ms, *self.ms[index + 1 :]),
+            (*self.hoped_ms[:index], ms, *self.hoped_ms[index + 1 :]),
+        )
 
-ARMS = (0, 1, 2, 3, 4, 7, 8, 15)
-"""Fixed numbers of drafts that hindsight compares with: the paper's, and full packed rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArmCosts:
-    """What a decision cost, and what every one of :data:`ARMS` would have cost in its place."""
-
-    chosen: int
-    chosen_ms: float
-    arm_ms: tuple[float, ...]
-
-    @property
-    def known(self) -> bool:
-        """Whether the chosen step's cost was ever measured."""
-        return math.isfinite(self.chosen_ms)
-
-    @classmethod
-    def of(cls, costs: StepCosts, *, base_rows: int, chosen: int) -> ArmCosts:
-        """For one sequence of a step, the others left at one row each."""
-        arm_ms = tuple(costs.at(base_rows + drafts) for drafts in ARMS)
-        return cls(chosen, costs.at(base_rows + chosen), arm_ms)
+    def times(self, factor: float) -> StepCosts:
+        """Every cost ``factor`` times as high."""
+        return StepCosts(
+            self.rows,
+            tuple([factor * ms for ms in self.ms]),
+            tuple([factor * ms for ms in self.hoped_ms]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,42 +116,6 @@ class CostSample:
     context_tokens: int
     batch: int
     ms: float
-
-
-@dataclass(slots=True)
-class _Cell:
-    """A robust mean in the log domain; ``outlier`` is the last surprise if it was clipped."""
-
-    value: float
-    samples: int
-    seen_at: int = 0
-    outlier: float = 0.0
-
-    def move(self, surprise: float) -> None:
-        """Learn from a sample ``exp(surprise)`` times the value.
-
-        One that is far off counts as CLIP; a second one in the same direction is believed.
-        """
-        self.samples += 1
-        clipped = _clip(surprise)
-        if clipped != surprise and surprise * self.outlier > 0:
-            self.value *= math.exp(min(surprise, self.outlier, key=abs))
-            self.outlier = 0.0
-            return
-        self.outlier = surprise if clipped != surprise else 0.0
-        # The first samples are averaged, so that a cell is not its first measurement for long.
-        self.value *= math.exp(clipped * max(CELL_GAIN, 1.0 / self.samples))
-
-
-@dataclass(slots=True)
-class _Base(_Cell):
-    """A column's base: ``value`` at ``context`` tokens, the mean of its samples' contexts."""
-
-    context: float = 0.0
-
-    def drift(self, context: float, value: float) -> None:
-        """Stand for ``context`` from now on, where ``value`` is expected."""
-        self.context, self.value = context, value
 
 
 class CostTable:
@@ -172,11 +130,20 @@ class CostTable:
         self.buckets = buckets
         self._level = 1.0
         self._observed = 0
-        self._bases: dict[Column, _Base] = {}
-        self._ratios: dict[Column, dict[int, _Cell]] = {}
+        self._bases: dict[Column, Base] = {}
+        self._ratios: dict[Column, dict[int, Cell]] = {}
         self._seen_rows: set[int] = set()
         """Row buckets of all ratios and bases: others need no search for a donor."""
         self._known: dict[tuple[int, int], StepCosts] = {}
+        self._shapes: dict[tuple[Column, int], StepCosts] = {}
+        self._suspect: Cell | None = None
+        self._surprised = False
+
+    @property
+    def surprised(self) -> bool:
+        """Whether the last step was so far off that only a plain one can tell what changed: the
+        machine, or the cost of such steps."""
+        return self._surprised
 
     @property
     def is_empty(self) -> bool:
@@ -189,6 +156,8 @@ class CostTable:
             return
         self._known.clear()
         self._observed += 1
+        if self._observed % _FRESH_STEPS == 0:
+            self._shapes.clear()
         self._seen_rows.add(self.buckets.rows_edge(sample.rows))
         column = self.buckets.column(context_tokens=sample.context_tokens, batch=sample.batch)
         rows = self.buckets.rows_edge(sample.rows)
@@ -200,19 +169,26 @@ class CostTable:
     def _observe_base(self, column: Column, sample: CostSample) -> None:
         context = sample.context_tokens
         expected_ms = self._base(column, context) * self._level
+        self._surprised = False
         if math.isinf(expected_ms):
-            self._bases[column] = _Base(sample.ms / self._level, 1, context=context)
+            self._shapes.clear()
+            self._bases[column] = Base(sample.ms / self._level, 1, context=context)
             return
-        surprise = _clip(math.log(sample.ms / expected_ms))
+        surprise = math.log(sample.ms / expected_ms)
+        if self._suspect is not None:
+            self._suspect.excuse(surprise)
+            self._suspect = None
         base = self._bases.get(column)
         if base is None:
-            base = _Base(self._base(column, context), 0, context=context)
+            self._shapes.clear()
+            base = Base(self._base(column, context), 0, context=context)
         else:
-            self._level *= math.exp(surprise * LEVEL_GAIN)
+            self._level *= math.exp(clipped(surprise) * LEVEL_GAIN)
             gain = max(CELL_GAIN, 1 / (base.samples + 1))
             nearer = base.context + gain * (context - base.context)
             base.drift(nearer, self._base(column, nearer))
         base.move(surprise)
+        self._surprised = base.outlier != 0
         self._bases[column] = base
 
     def _observe_ratio(self, column: Column, rows: int, sample: CostSample) -> None:
@@ -222,11 +198,17 @@ class CostTable:
         ratios = self._ratios.setdefault(column, {})
         expected = self._ratio(column, rows)
         if math.isinf(expected):
-            ratios[rows] = _Cell(sample.ms / base_ms, 1, self._observed)
+            self._shapes.clear()
+            ratios[rows] = Cell(sample.ms / base_ms, 1, self._observed)
             return
-        cell = ratios.setdefault(rows, _Cell(expected, 0))
+        cell = ratios.setdefault(rows, Cell(expected, 0))
         cell.seen_at = self._observed
         cell.move(math.log(sample.ms / (expected * base_ms)))
+        for key, shape in tuple(self._shapes.items()):
+            if key[0] == column:
+                self._shapes[key] = shape.having(rows, cell.value)
+        self._surprised = cell.outlier != 0
+        self._suspect = cell if self._surprised else None
 
     def step_costs(self, *, batch: int, context_tokens: int) -> StepCosts:
         """Costs of every rows bucket for ``batch`` sequences at this mean context."""
@@ -235,17 +217,24 @@ class CostTable:
         known = self._known.get((batch, context_tokens))
         if known is None:
             column = self.buckets.column(context_tokens=context_tokens, batch=batch)
-            first = bisect_left(self.buckets.rows, batch)
-            base_ms = self._base(column, context_tokens) * self._level
-            ratios = {rows: self._ratio(column, rows) for rows in self.buckets.rows[first:]}
-            finite = {rows: ratio for rows, ratio in ratios.items() if math.isfinite(ratio)}
-            known = StepCosts(
-                tuple(finite),
-                tuple(base_ms * ratio for ratio in finite.values()),
-                tuple(base_ms * self._hoped(column, rows, finite[rows]) for rows in finite),
-            )
+            shape = self._shape(column, bisect_left(self.buckets.rows, batch))
+            known = shape.times(self._base(column, context_tokens) * self._level)
             self._known[batch, context_tokens] = known
         return known
+
+    def _shape(self, column: Column, first: int) -> StepCosts:
+        """A column's ratios, as if its base were 1 ms, from the ``first`` rows bucket on."""
+        shape = self._shapes.get((column, first))
+        if shape is None:
+            ratios = {rows: self._ratio(column, rows) for rows in self.buckets.rows[first:]}
+            finite = {rows: ratio for rows, ratio in ratios.items() if math.isfinite(ratio)}
+            shape = StepCosts(
+                tuple(finite),
+                tuple(finite.values()),
+                tuple(self._hoped(column, rows, ratio) for rows, ratio in finite.items()),
+            )
+            self._shapes[column, first] = shape
+        return shape
 
     def _base_rows(self, column: Column) -> int:
         return self.buckets.rows_edge(column[1])
@@ -262,7 +251,7 @@ class CostTable:
             if batch == column[1]
         ]
         if points:
-            return _on_line(sorted(points), context)
+            return on_line(sorted(points), context)
         if not self._bases:
             return math.inf
         donor = min(tuple(self._bases), key=lambda other: _distance(column, other))
@@ -332,42 +321,19 @@ class CostTable:
             column = buckets.column(context_tokens=mean_context, batch=int(batch))
             if column != (context, batch):
                 raise ValueError(f"{mean_context} tokens are no mean of bucket {context}")
-            table._bases[column] = _Base(
-                _positive(value), int(samples), context=float(mean_context)
-            )
+            table._bases[column] = Base(_positive(value), int(samples), context=float(mean_context))
             table._seen_rows.add(buckets.rows_edge(int(batch)))
         for context, batch, rows, value, samples in data["ratios"]:
             ratios = table._ratios.setdefault((int(context), int(batch)), {})
-            ratios[int(rows)] = _Cell(_positive(value), int(samples))
+            ratios[int(rows)] = Cell(_positive(value), int(samples))
             table._seen_rows.add(int(rows))
         return table
-
-
-def _clip(surprise: float) -> float:
-    return min(max(surprise, -CLIP), CLIP)
 
 
 def _positive(value: float) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value} is no cost")
     return float(value)
-
-
-def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at ``x`` of the straight lines from each of ``points`` (ascending) to the next.
-
-    Outside, the line through the first and the last goes on, if it rises: two neighbours may be so
-    close that noise alone would fix their slope. Never less than half the first one's value.
-    """
-    at = bisect_left([place for place, _ in points], x)
-    if 0 < at < len(points):
-        (left, low), (right, high) = points[at - 1], points[at]
-        return low + (high - low) * (x - left) / (right - left)
-    (first, low), (last, high) = points[0], points[-1]
-    slope = max(high - low, 0.0) / (last - first) if len(points) > 1 else 0.0
-    if at == 0:
-        return max(low - slope * (first - x), low / 2)
-    return high + slope * (x - last)
 
 
 def _distance(column: Column, other: Column) -> tuple[float, float]:

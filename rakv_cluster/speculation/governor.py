@@ -8,7 +8,9 @@ drafts paid. Two ledgers, both in ms:
   are not saved up) and a step may not be able to lift it above ``capacity_tokens`` plain tokens.
   So over any window, overspend <= refill x plain time + capacity (0.5% + 4 tokens; with one more
   for what no prediction foresaw, 1% of 1,000).
-- each request's, against its own plain time with prefill included: what a client sees.
+- each request's, against its own plain time with prefill included: what a client sees. The plain
+  time of the tokens that its answer is sure to reach counts from the start (``sure_ms``; not in
+  ``strict``): drafts that pay later have to be bought first.
 
 Charged are measured times. The bounds hold as far as a step's cost is predicted: a surprise is
 charged in full and paid back before the next draft.
@@ -44,7 +46,17 @@ class GovernorSettings:
     refill_share: float = 0.005
     request_share: float = 0.05
     strict_share: float = 0.01
-    strict_reserve: float = 0.1
+    strict_reserve: float = 0.05
+
+    @property
+    def share(self) -> float:
+        """What a request may lose."""
+        return self.strict_share if self.mode is GovernorMode.STRICT else self.request_share
+
+    def counted_ms(self, ledger: RequestLedger, base_ms: float) -> float:
+        """Plain time that a request's share is taken of, where its next token takes ``base_ms``."""
+        passed_ms = ledger.plain_ms + base_ms
+        return passed_ms if self.mode is GovernorMode.STRICT else max(passed_ms, ledger.sure_ms)
 
     @property
     def reserve(self) -> float:
@@ -54,10 +66,14 @@ class GovernorSettings:
 
 @dataclass(slots=True)
 class RequestLedger:
-    """One request's overspend and the plain time it is measured against, prefill included."""
+    """One request's overspend and the plain time it is measured against, prefill included.
+
+    ``sure_ms`` of plain time will have passed in all likelihood before it ends.
+    """
 
     plain_ms: float = 0.0
     overspend_ms: float = 0.0
+    sure_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,15 +100,37 @@ def allowance_ms(
     """
     if settings.mode is GovernorMode.THROUGHPUT:
         return math.inf
-    share = settings.request_share
-    replica_allows = settings.capacity_tokens * base_ms / batch - replica.debt_ms
-    if settings.mode is GovernorMode.STRICT:
-        share, replica_allows = settings.strict_share, math.inf
-    request_allows = min(
-        (share * (ledger.plain_ms + base_ms) - ledger.overspend_ms for ledger in requests),
-        default=math.inf,
-    )
-    return min(replica_allows, request_allows)
+    bounds = [
+        settings.share * settings.counted_ms(ledger, base_ms) - ledger.overspend_ms
+        for ledger in requests
+    ]
+    if settings.mode is GovernorMode.BUCKET:
+        bounds.append(settings.capacity_tokens * base_ms / batch - replica.debt_ms)
+    return min(bounds, default=math.inf)
+
+
+def steps_until(
+    settings: GovernorSettings,
+    replica: ReplicaLedger,
+    requests: Sequence[RequestLedger],
+    *,
+    base_ms: float,
+    batch: int,
+    needed_ms: float,
+) -> float:
+    """Plain steps of ``batch`` sequences after which :func:`allowance_ms` will be ``needed_ms``; 0
+    or less where it is."""
+    if settings.mode is GovernorMode.THROUGHPUT:
+        return 0.0
+    waits = []
+    for ledger in requests:
+        short_ms = needed_ms + ledger.overspend_ms
+        if short_ms > settings.share * settings.counted_ms(ledger, base_ms):
+            waits.append((short_ms / settings.share - ledger.plain_ms) / base_ms - 1)
+    if settings.mode is GovernorMode.BUCKET:
+        short_ms = needed_ms + replica.debt_ms - settings.capacity_tokens * base_ms / batch
+        waits.append(short_ms / (settings.refill_share * base_ms))
+    return max(waits, default=0.0)
 
 
 def charge(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rakv_cluster.speculation.cost_model import ArmCosts
+from rakv_cluster.speculation.arms import ArmCosts
 
 MATCH_EDGES = (1, 2, 3, 4, 6, 9, 17, 33)
 """Match lengths where a new bucket begins: none (a draft model's guess) | 1 | 2 | 3 | 4-5 | 6-8 |
@@ -23,11 +23,15 @@ POSITIONS = 6
 
 REQUEST_DECAY = 0.93
 REPLICA_DECAY = 0.998
-SHRINK_WEIGHT = 8.0
-"""How many observations a cell's parent counts for."""
+REPLICA_SHRINK_WEIGHT = 8.0
+REQUEST_SHRINK_WEIGHT = 16.0
+MODEL_SHRINK_WEIGHT = 28.0
+"""How many observations count as much as what is known elsewhere: a place's as the one in front of
+it or the prior, a request's as all others', a model's first drafts as its agreement."""
 
 PRIOR_FIRST = 0.4
 PRIOR_LATER = 0.75
+"""Expected of a text's guesses: those behind a right one are right at least so often."""
 
 
 class LastOutcome(IntEnum):
@@ -39,10 +43,17 @@ class LastOutcome(IntEnum):
 
 
 CONTEXTS = (len(MATCH_EDGES) + 1) * len(LastOutcome)
+MODEL_CONTEXT = 0
 
 
 def context_of(match_tokens: int, last: LastOutcome) -> int:
-    """Index of the cell row for a guess with this match length behind this outcome."""
+    """Index of the cell row for a guess with this match length behind this outcome.
+
+    A model's guesses (no match) share one row: only those that were paid for are seen, so a row
+    for those behind a miss would, after a few misses, never be asked again.
+    """
+    if match_tokens == 0:
+        return MODEL_CONTEXT
     return bisect_right(MATCH_EDGES, match_tokens) * len(LastOutcome) + last
 
 
@@ -53,6 +64,7 @@ class Hazards:
         self._decay = decay
         self._tried = [0.0] * (CONTEXTS * POSITIONS)
         self._accepted = [0.0] * (CONTEXTS * POSITIONS)
+        self._agreement = PRIOR_FIRST
 
     def record(self, context: int, position: int, accepted: bool) -> None:
         """Count one draft that was looked at: ``position`` 0 is the first of its guess."""
@@ -60,13 +72,9 @@ class Hazards:
         self._tried[cell] = self._tried[cell] * self._decay + 1.0
         self._accepted[cell] = self._accepted[cell] * self._decay + accepted
 
-    def assume(self, match_tokens: int, rate: float, *, weight: float) -> None:
-        """Start guesses behind such a match from a known acceptance, worth ``weight`` trials."""
-        for last in LastOutcome:
-            for position in range(POSITIONS):
-                cell = context_of(match_tokens, last) * POSITIONS + position
-                self._tried[cell] = weight
-                self._accepted[cell] = weight * rate
+    def assume(self, agreement: float) -> None:
+        """Expect a model's drafts to be right so often, until they are seen."""
+        self._agreement = agreement
 
     def by_position(self) -> tuple[float, ...]:
         """Acceptance at each position over all contexts, unshrunk; 0 where nothing was tried."""
@@ -76,26 +84,40 @@ class Hazards:
             rates.append(sum(self._accepted[position::POSITIONS]) / tried if tried else 0.0)
         return tuple(rates)
 
-    def estimate(self, context: int, position: int, toward: float) -> float:
-        """Acceptance, shrunk towards a parent's estimate."""
-        cell = context * POSITIONS + position
-        return (self._accepted[cell] + SHRINK_WEIGHT * toward) / (self._tried[cell] + SHRINK_WEIGHT)
+    def rates(self, context: int, count: int) -> list[float]:
+        """Acceptance at the first ``count`` positions, at most :data:`POSITIONS`.
 
+        Each is shrunk towards the one in front of it: a depth that was never drafted would
+        otherwise keep its prior for ever, and so never be drafted.
+        """
+        rate, weight, least = PRIOR_FIRST, REPLICA_SHRINK_WEIGHT, PRIOR_LATER
+        if context == MODEL_CONTEXT:
+            rate, weight, least = self._agreement, MODEL_SHRINK_WEIGHT, 0.0
+        rates = []
+        for cell in range(context * POSITIONS, context * POSITIONS + count):
+            rate = self._shrunk(cell, rate, weight)
+            rates.append(rate)
+            rate, weight = max(rate, least), REPLICA_SHRINK_WEIGHT
+        return rates
 
-def hazard(request: Hazards, replica: Hazards, context: int, position: int) -> float:
-    """A request's estimate, shrunk to the replica's, shrunk to the prior."""
-    prior = PRIOR_FIRST if position == 0 else PRIOR_LATER
-    return request.estimate(context, position, replica.estimate(context, position, prior))
+    def narrowed(self, context: int, rates: Sequence[float]) -> list[float]:
+        """``rates`` of all requests, as far as this one's own counts bear them out."""
+        first = context * POSITIONS
+        return [
+            self._shrunk(first + position, rate, REQUEST_SHRINK_WEIGHT)
+            for position, rate in enumerate(rates)
+        ]
+
+    def _shrunk(self, cell: int, toward: float, weight: float) -> float:
+        return (self._accepted[cell] + weight * toward) / (self._tried[cell] + weight)
 
 
 def survivals(request: Hazards, replica: Hazards, context: int, count: int) -> list[float]:
     """For each of ``count`` drafts, the chance that it and all in front of it are accepted."""
+    rates = request.narrowed(context, replica.rates(context, min(count, POSITIONS)))
     alive, chances = 1.0, []
-    rate = 0.0
     for position in range(count):
-        if position < POSITIONS:
-            rate = hazard(request, replica, context, position)
-        alive *= rate
+        alive *= rates[min(position, POSITIONS - 1)]
         chances.append(alive)
     return chances
 
@@ -148,6 +170,10 @@ class AcceptanceTracker:
         """A step guessed ``drafts`` and had ``costs.chosen`` of them checked."""
         if drafts and not (self._skip_next and costs.chosen == 0):
             self._trials.append(Trial(self.context(match_tokens), tuple(drafts), costs))
+        self._skip_next = False
+
+    def pass_by(self) -> None:
+        """A step guessed nothing."""
         self._skip_next = False
 
     def watch(self, drafts: Sequence[int], match_tokens: int, costs: ArmCosts) -> None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rakv_cluster.speculation.cost_model import ARMS, ArmCosts, StepCosts
+from rakv_cluster.speculation.arms import ARMS, ArmCosts
+from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.speculation.hazards import ScoredTrial
 from rakv_cluster.telemetry import Figures
 
@@ -22,6 +23,8 @@ class HindsightTally:
     points: int = 0
     chosen_tokens: float = 0.0
     chosen_ms: float = 0.0
+    plain_points: int = 0
+    plain_ms: float = 0.0
     arm_tokens: list[float] = field(default_factory=lambda: [0.0] * len(ARMS))
     arm_ms: list[float] = field(default_factory=lambda: [0.0] * len(ARMS))
 
@@ -34,6 +37,14 @@ class HindsightTally:
             self.arm_tokens[index] += 1 + min(accepted, drafts)
             self.arm_ms[index] += ms
 
+    def add_plain(self, ms: float) -> None:
+        """Count a step at which there was nothing to draft: all arms take ``ms`` for a token."""
+        self.points += 1
+        self.chosen_tokens += 1
+        self.chosen_ms += ms
+        self.plain_points += 1
+        self.plain_ms += ms
+
     def add_trial(self, trial: ScoredTrial) -> None:
         """Count a settled guess."""
         self.add(trial.accepted, trial.costs)
@@ -43,6 +54,8 @@ class HindsightTally:
         self.points += other.points
         self.chosen_tokens += other.chosen_tokens
         self.chosen_ms += other.chosen_ms
+        self.plain_points += other.plain_points
+        self.plain_ms += other.plain_ms
         for index in range(len(ARMS)):
             self.arm_tokens[index] += other.arm_tokens[index]
             self.arm_ms[index] += other.arm_ms[index]
@@ -54,8 +67,12 @@ class HindsightTally:
 
     def rate(self, arm: int) -> float:
         """Tokens per ms of a fixed number of drafts; 0 where its cost was never measured."""
-        index = ARMS.index(arm)
-        return self.arm_tokens[index] / self.arm_ms[index] if self.arm_ms[index] else 0.0
+        ms = self.arm_ms[ARMS.index(arm)] + self.plain_ms
+        return self.tokens(arm) / ms if ms else 0.0
+
+    def tokens(self, arm: int) -> float:
+        """What a fixed number of drafts would have emitted at all points."""
+        return self.arm_tokens[ARMS.index(arm)] + self.plain_points
 
     @property
     def chosen_rate(self) -> float:
@@ -172,7 +189,7 @@ def figures(report: ReplicaReport) -> Figures:
 def arm_reports(costs: StepCosts, tally: HindsightTally) -> tuple[ArmReport, ...]:
     """One line per arm whose cost is known, for one sequence."""
     reports = []
-    for index, drafts in enumerate(ARMS):
+    for drafts in ARMS:
         ratio = costs.at(1 + drafts) / costs.at(1) if costs.rows else math.inf
         if math.isinf(ratio):
             continue
@@ -181,7 +198,7 @@ def arm_reports(costs: StepCosts, tally: HindsightTally) -> tuple[ArmReport, ...
                 drafts=drafts,
                 cost_ratio=ratio,
                 break_even_acceptance=break_even(drafts, ratio) if drafts else 0.0,
-                tokens_per_step=tally.arm_tokens[index] / max(tally.points, 1),
+                tokens_per_step=tally.tokens(drafts) / max(tally.points, 1),
                 tokens_per_ms=tally.rate(drafts),
             )
         )

@@ -15,11 +15,16 @@ from rakv_cluster.speculation.report import HindsightTally, StepTrace
 
 @dataclass(slots=True)
 class Speculation:
-    """One request's drafters and learned state; ``followed`` tokens are known to the drafters."""
+    """One request's drafters and learned state; ``followed`` tokens are known to the drafters.
+
+    It began with ``known_tokens``, and at most ``tokens_left`` to come.
+    """
 
     drafter: Drafter
     state: RequestState
     forced: int
+    known_tokens: int
+    tokens_left: int
     model: DraftState | None = None
     traced: bool = False
     followed: int = 0

@@ -20,8 +20,6 @@ from rakv_cluster.speculation.seats import Seat
 
 log = logging.getLogger(__name__)
 
-_ASSUMED_TRIALS = 20.0
-
 
 class Sources:
     """Chooses between a text's guess, which is there, and a model's, which is yet to be made."""
@@ -39,7 +37,7 @@ class Sources:
         self._clock = clock
         self._draft_model = model
         if model is not None:
-            replica.hazards.assume(0, model.agreement, weight=_ASSUMED_TRIALS)
+            replica.hazards.assume(model.agreement)
 
     def begin(self, rule: TokenRule) -> DraftState | None:
         """What the model keeps of a new sequence; None if there is no model."""

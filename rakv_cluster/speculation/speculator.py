@@ -18,6 +18,7 @@ import numpy as np
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.model.sampling import TokenRule
+from rakv_cluster.speculation.arms import ArmCosts
 from rakv_cluster.speculation.booking import StepResult, book_setup, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
@@ -26,13 +27,14 @@ from rakv_cluster.speculation.controller import (
     Reason,
     ReplicaState,
     RequestState,
+    asking_ms,
     choose,
     may_draft,
 )
-from rakv_cluster.speculation.cost_model import ArmCosts, CostSample, CostTable, StepCosts
+from rakv_cluster.speculation.cost_model import CostSample, CostTable, StepCosts
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
-from rakv_cluster.speculation.governor import charge
+from rakv_cluster.speculation.governor import charge, steps_until
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
 from rakv_cluster.speculation.seats import Seat, Speculation
 from rakv_cluster.speculation.sources import Sources
@@ -52,8 +54,8 @@ class StepPlan:
     """Drafts per sequence for the next step, and why.
 
     ``guesses`` are what the drafts were taken from; ``passed_over`` what the text offered where a
-    model was asked. ``control_ms`` holds all that planning took: ``draft_ms`` of guessing, which
-    every decision needs, and ``making_ms`` of a model's drafts, which this one was for.
+    model was asked. ``control_ms`` holds all that planning took: ``draft_ms`` of guessing (0 where
+    it could not be afforded) and ``making_ms`` of a model's drafts, which this decision was for.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -96,19 +98,41 @@ class Speculator:
         self._rest_steps = 0
 
     def begin(
-        self, mode: SpeculationMode, ids: np.ndarray, rule: TokenRule, *, prefill_ms: float
+        self,
+        mode: SpeculationMode,
+        ids: np.ndarray,
+        rule: TokenRule,
+        *,
+        prefill_ms: float,
+        tokens_left: int,
     ) -> Speculation:
         """Follow a sequence from its first decode step on: call it when the first token is out.
 
         Its drafter reads the tokens so far (about 0.4 ms per 1,000), booked as overspend; a draft
-        model reads them when it is first asked. ``rule`` is how its tokens are chosen.
+        model reads them when it is first asked. ``rule`` is how its tokens are chosen, of which
+        there are at most ``tokens_left`` to come.
         """
-        state = RequestState.begin(self.replica, prefill_ms=prefill_ms)
+        self._rest_steps = 0  # it was for others
+        base_ms = self.table.step_costs(batch=1, context_tokens=len(ids)).at(1)
+        sure_tokens = self.replica.lengths.sure_tokens(tokens_left)
+        state = RequestState.begin(
+            self.replica,
+            prefill_ms=prefill_ms,
+            sure_decode_ms=sure_tokens * base_ms if sure_tokens else 0.0,
+        )
         if mode == "off":
-            return Speculation(NullDrafter(), state, forced=0)
+            return Speculation(NullDrafter(), state, 0, len(ids), tokens_left)
         forced = int(mode) if mode.isdecimal() else -1
         model = self._sources.begin(rule)
-        speculation = Speculation(self._new_drafter(), state, forced, model, traced=mode == "trace")
+        speculation = Speculation(
+            self._new_drafter(),
+            state,
+            forced,
+            len(ids),
+            tokens_left,
+            model=model,
+            traced=mode == "trace",
+        )
         started_s = self._clock.monotonic_s()
         self._follow(speculation, ids)
         book_setup(self.replica, state, (self._clock.monotonic_s() - started_s) * 1e3)
@@ -148,12 +172,13 @@ class Speculator:
         """Drafts for a decode step over these sequences."""
         started_s = self._clock.monotonic_s()
         costs = self._costs(seats)
-        texts = self._guesses(seats, costs)
+        asked = self._asked(seats, costs)
+        texts = self._guesses(seats, asked)
         candidates = tuple(
             self._sources.candidate(seat, text, costs, len(seats))
             for seat, text in zip(seats, texts, strict=True)
         )
-        draft_ms = (self._clock.monotonic_s() - started_s) * 1e3
+        draft_ms = (self._clock.monotonic_s() - started_s) * 1e3 if any(asked) else 0.0
         decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
         guesses, making_ms = self._sources.made(seats, texts, candidates, decision.drafts)
         drafts = tuple(
@@ -179,20 +204,37 @@ class Speculator:
         )
 
     def _rest_after(self, plan: StepPlan) -> int:
-        """Plain steps that pay for one more decision, where nothing is left to pay for it."""
-        deciding_ms = plan.control_ms - plan.making_ms
-        if plan.decision.allowance_ms >= deciding_ms or math.isinf(plan.decision.base_ms):
+        """Plain steps until there is enough to decide once more, and to ask or to draft if that is
+        all that keeps from it: until then deciding would only cost."""
+        decision = plan.decision
+        ledgers = [c.state.ledger for c in plan.candidates if c.forced < 0]
+        if not ledgers or math.isinf(decision.base_ms):
             return 0
-        paid_ms = self._settings.governor.refill_share * plan.decision.base_ms
-        return min(math.ceil(deciding_ms / paid_ms), _LONGEST_REST_STEPS)
+        needed_ms = plan.control_ms - plan.making_ms
+        if plan.draft_ms == 0:
+            needed_ms += asking_ms(self._settings, self.replica, plan.costs, len(plan.seats))
+        elif decision.reason is Reason.GOVERNED:
+            needed_ms += min(each.needed_ms for each in decision.options if not each.allowed)
+        steps = steps_until(
+            self._settings.governor,
+            self.replica.ledger,
+            ledgers,
+            base_ms=decision.base_ms,
+            batch=len(plan.seats),
+            needed_ms=needed_ms,
+        )
+        return min(max(math.ceil(steps), 0), _LONGEST_REST_STEPS)
 
-    def _guesses(self, seats: Sequence[Seat], costs: StepCosts) -> tuple[Draft, ...]:
+    def _asked(self, seats: Sequence[Seat], costs: StepCosts) -> list[bool]:
+        """Whose drafters are asked."""
         states = [seat.speculation.state for seat in seats]
         auto = may_draft(self._settings, self.replica, states, costs)
+        return [(auto if (forced := seat.speculation.forced) < 0 else forced > 0) for seat in seats]
+
+    def _guesses(self, seats: Sequence[Seat], asked: Sequence[bool]) -> tuple[Draft, ...]:
         guesses = []
-        for seat in seats:
-            forced = seat.speculation.forced
-            if forced == 0 or (forced < 0 and not auto):
+        for seat, is_asked in zip(seats, asked, strict=True):
+            if not is_asked:
                 guesses.append(NO_DRAFT)
                 continue
             self._follow(seat.speculation, seat.ids)
@@ -221,6 +263,7 @@ class Speculator:
             draft_ms=plan.draft_ms,
             control_ms=plan.control_ms,
             plain_steps=tuple(verdict.plain_steps for verdict in verdicts),
+            surprising=self.table.surprised,
         )
         settle(self._settings, self.replica, plan.candidates, plan.decision, result)
         self._steps_by_reason[plan.decision.reason.value] += 1
@@ -234,14 +277,23 @@ class Speculator:
             else:
                 speculation.text_drafts += len(drafts)
             self._steps_by_drafts[len(drafts)] += 1
-            costs = ArmCosts.of(plan.costs, base_rows=batch, chosen=len(drafts))
             acceptance = speculation.state.acceptance
+            if not guess.token_ids:
+                acceptance.pass_by()
+                # What a draft model would have said is not known unless it was asked.
+                unknown = speculation.is_off or speculation.model is not None
+                if not unknown and math.isfinite(plan.costs.at(batch)):
+                    speculation.tally.add_plain(plan.costs.at(batch))
+                continue
+            costs = ArmCosts.of(
+                plan.costs,
+                base_rows=batch,
+                chosen=len(drafts),
+                available=len(guess.token_ids),
+                round_ms=candidate.round_ms if drafts else 0.0,
+            )
             acceptance.watch(passed_over.token_ids, passed_over.match_tokens, costs)
             acceptance.open(guess.token_ids, guess.match_tokens, costs)
-            # What a draft model would have said is not known unless it was asked.
-            unknown = speculation.is_off or speculation.model is not None
-            if not unknown and not guess.token_ids and costs.known:
-                speculation.tally.add(0, costs)
         self._trace(plan, verdicts, forward_ms)
         self._rest_steps = self._rest_after(plan)
         self._settle_ms = (self._clock.monotonic_s() - started_s) * 1e3
@@ -267,8 +319,11 @@ class Speculator:
                 )
 
     def finish(self, speculation: Speculation, ids: np.ndarray) -> None:
-        """The request ended with these tokens: keep its hindsight."""
+        """The request ended with these tokens: keep its length and its hindsight."""
+        self._rest_steps = 0
         self._sources.finish(speculation.model)
+        answered = len(ids) - speculation.known_tokens
+        self.replica.lengths.record(answered, limit=speculation.tokens_left)
         if speculation.is_off:
             return
         self._follow(speculation, ids)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.speculation.controller import ControllerSettings, Reason
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter
 from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.seats import Seat, Speculation
-from rakv_cluster.speculation.speculator import Speculator
+from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.speculation.verification import Verdict, draft_limit, judge_block
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.types import SamplingParams
@@ -60,6 +62,41 @@ class ScriptedDrafter:
         length = min(guess.length, max_tokens)
         ids = tuple(start + i if i < guess.right else WRONG_TOKEN for i in range(length))
         return Draft(ids, guess.match_tokens if ids else 0)
+
+
+class ScriptedModel:
+    """A model that drafts, right at the output positions for which ``is_right``; behind its first
+    mistake it is always wrong. Every draft moves the clock by ``round_ms``."""
+
+    def __init__(
+        self,
+        is_right: Callable[[int], bool],
+        clock: ManualClock,
+        *,
+        round_ms: float,
+        agreement: float = 0.8,
+    ) -> None:
+        self.agreement = agreement
+        self.round_ms = round_ms
+        self._is_right = is_right
+        self._clock = clock
+
+    def catch_up_ms(self, state: DraftState) -> float:
+        return 0.0
+
+    def can_draft(self, wish: DraftWish) -> bool:
+        return True
+
+    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        self._clock.advance(max(wish.drafts for wish in wishes) * self.round_ms / 1e3)
+        return [self._drafts(wish.state.ids[-1] + 1, wish.drafts) for wish in wishes]
+
+    def _drafts(self, start: int, count: int) -> tuple[int, ...]:
+        right = sum(1 for _ in takewhile(self._is_right, range(start, start + count)))
+        return (*range(start, start + right), *[WRONG_TOKEN] * (count - right))
+
+    def close(self, state: DraftState) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +148,13 @@ class SimulatedReplica:
     buckets: CostBuckets = field(default_factory=CostBuckets)
     clock: ManualClock = field(default_factory=ManualClock)
     context_ms: float = 0.0
+    draft_model: ModelDrafter | None = None
     speculator: Speculator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.speculator = Speculator(CostTable(self.buckets), self.settings, self.clock)
+        self.speculator = Speculator(
+            CostTable(self.buckets), self.settings, self.clock, draft_model=self.draft_model
+        )
 
     def seed_costs(self, batch: int = 1, contexts: Sequence[int] = (1,)) -> None:
         """Measure every rows bucket once at each context, as the self-benchmark does."""
@@ -134,10 +174,12 @@ class SimulatedReplica:
         output_tokens: int,
         prompt_tokens: int = 0,
         prefill_ms: float = 0.0,
+        mode: SpeculationMode = "auto",
     ) -> list[SimulatedStep]:
         """Serve one request per script, all at once, each of ``output_tokens`` tokens."""
         running = [
-            self._begin(script, prompt_tokens, output_tokens, prefill_ms) for script in scripts
+            self._begin(script, prompt_tokens, output_tokens, prefill_ms, mode)
+            for script in scripts
         ]
         steps = []
         while running:
@@ -149,10 +191,17 @@ class SimulatedReplica:
         return steps
 
     def _begin(
-        self, script: Script, prompt_tokens: int, output_tokens: int, prefill_ms: float
+        self,
+        script: Script,
+        prompt_tokens: int,
+        output_tokens: int,
+        prefill_ms: float,
+        mode: SpeculationMode,
     ) -> _Running:
         prompt = np.full(prompt_tokens, WRONG_TOKEN)
-        speculation = self.speculator.begin("auto", prompt, NO_RULE, prefill_ms=prefill_ms)
+        speculation = self.speculator.begin(
+            mode, prompt, NO_RULE, prefill_ms=prefill_ms, tokens_left=output_tokens
+        )
         speculation.drafter = ScriptedDrafter(script, self.clock)
         return _Running(speculation, prompt_tokens, output_tokens)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from rakv_cluster.speculation.arms import ArmCosts
 from rakv_cluster.speculation.booking import StepResult, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
@@ -16,7 +17,7 @@ from rakv_cluster.speculation.controller import (
     choose,
     may_draft,
 )
-from rakv_cluster.speculation.cost_model import ArmCosts, StepCosts
+from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 
 CHEAP = StepCosts((1, 2, 3, 4, 8, 16), (30.0, 30.5, 31.0, 31.5, 33.0, 36.0))
@@ -159,7 +160,7 @@ def test_a_stall_is_not_booked_as_the_price_of_drafting() -> None:
 
     settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, 0.0, (1,)))
 
-    assert replica.ledger.overspend_ms == pytest.approx(3 * 30.5 - 30.0)
+    assert replica.ledger.overspend_ms == pytest.approx(1.5 * 30.5 - 30.0)
 
 
 def test_a_slow_drafter_is_not_asked_until_its_guess_could_be_used() -> None:
@@ -181,3 +182,34 @@ def test_everything_finite_is_explained() -> None:
     assert decision.options[0].tokens == 1.0
     chosen = next(option for option in decision.options if option.rows == decision.rows)
     assert (chosen.ms, chosen.tokens) == (decision.predicted_ms, decision.expected_tokens)
+
+
+def by_model(state: RequestState, round_ms: float) -> Candidate:
+    return Candidate(state, 15, by_model=True, round_ms=round_ms)
+
+
+def test_a_models_drafts_are_weighed_one_by_one() -> None:
+    """All rows cost the same here, but each draft takes a round."""
+    replica = ReplicaState()
+    replica.hazards.assume(0.8)
+    flat = StepCosts((1, 16), (30.0, 31.0))
+
+    decision = choose(UNGOVERNED, replica, [by_model(request(replica), 6.0)], flat)
+
+    assert [option.rows for option in decision.options] == list(range(1, 17))
+    assert decision.drafts == (4,)
+
+
+def test_a_first_stake_leaves_enough_for_another() -> None:
+    replica = ReplicaState()
+    replica.hazards.assume(0.95)
+    state = RequestState.begin(replica, prefill_ms=0.0, sure_decode_ms=20 * 30.0)
+
+    decision = choose(ControllerSettings(), replica, [by_model(state, 10.0)], CHEAP)
+
+    one, two, three = decision.options[1:4]
+    assert decision.allowance_ms == pytest.approx(30.0)  # 5% of 20 tokens
+    assert three.ms - decision.base_ms > 30.0 > two.ms - decision.base_ms
+    assert one.allowed
+    assert not two.allowed  # it would leave 9 ms, and the least takes 10.5
+    assert decision.drafts == (1,)

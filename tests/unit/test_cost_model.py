@@ -216,3 +216,32 @@ def test_a_damaged_file_is_an_empty_table(tmp_path: Path, spoil: object) -> None
     path.write_text(spoil(json.loads(path.read_text())))
 
     assert load_costs(path, IDENTITY, BUCKETS).is_empty
+
+
+def test_a_wide_step_and_a_plain_one_behind_it_that_are_both_slow_are_the_machines_doing() -> None:
+    table = seeded()
+    for _ in range(20):
+        table.observe(sample(1, 30.0))
+        table.observe(sample(4, 45.0))
+
+    for _ in range(2):
+        table.observe(sample(4, 90.0))
+        assert table.surprised
+        table.observe(sample(1, 60.0))
+
+    costs = table.step_costs(batch=1, context_tokens=100)
+    assert costs.at(1) == pytest.approx(60.0, rel=0.05)
+    assert costs.at(4) / costs.at(1) == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_wide_step_that_is_slow_beside_plain_ones_is_believed_the_second_time() -> None:
+    table = seeded()
+    for _ in range(20):
+        table.observe(sample(1, 30.0))
+
+    for _ in range(2):
+        table.observe(sample(4, 90.0))
+        table.observe(sample(1, 30.0))
+
+    assert not table.surprised
+    assert table.step_costs(batch=1, context_tokens=100).at(4) == pytest.approx(90.0, rel=0.1)

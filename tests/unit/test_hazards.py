@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rakv_cluster.speculation.cost_model import ArmCosts
+from rakv_cluster.speculation.arms import ArmCosts
 from rakv_cluster.speculation.hazards import (
     PRIOR_FIRST,
     PRIOR_LATER,
@@ -121,3 +121,26 @@ def test_a_guess_that_is_only_watched_teaches_and_is_no_choice() -> None:
     assert [trial.accepted for trial in settled] == [1]
     assert AcceptanceTracker(replica).survivals(2, 1)[0] < PRIOR_FIRST
     assert AcceptanceTracker(replica).survivals(0, 1)[0] > PRIOR_FIRST
+
+
+def test_a_depth_that_was_never_drafted_is_as_likely_as_the_one_in_front_of_it() -> None:
+    replica = Hazards(REPLICA_DECAY)
+    replica.assume(0.8)
+    subject = AcceptanceTracker(replica)
+    for _ in range(200):
+        observe(subject, [1, 2], 0, [1, 2, 3], 2)
+
+    chances = AcceptanceTracker(replica).survivals(0, 5)
+
+    assert chances[4] > 0.8  # five times 0.8 would be 0.33
+
+
+def test_a_models_drafts_behind_a_miss_are_judged_with_all_others() -> None:
+    replica = Hazards(REPLICA_DECAY)
+    replica.assume(0.8)
+    for _ in range(100):
+        observe(AcceptanceTracker(replica), [1], 0, [1, 2], 1)
+    subject = AcceptanceTracker(replica)
+    observe(subject, [1], 0, [5], 1)
+
+    assert subject.survivals(0, 1)[0] > 0.85

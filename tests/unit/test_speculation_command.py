@@ -31,14 +31,15 @@ def replica_figures() -> Figures:
     for rows in (1, 2, 3, 4, 8, 16):
         table.observe(CostSample(rows, 256, 1, 20.0 + rows))
     subject = Speculator(table, ControllerSettings(), ManualClock())
-    sequence = subject.begin("auto", np.array(PHRASE[:8]), NO_RULE, prefill_ms=500.0)
+    sequence = subject.begin("auto", np.array(PHRASE[:8]), NO_RULE, prefill_ms=500.0, tokens_left=9)
     done = 8
     while done < len(PHRASE):
         left = len(PHRASE) - done
         plan = subject.plan([Seat(sequence, np.array(PHRASE[:done]), left - 1)])
         chosen = PHRASE[done : done + len(plan.drafts[0]) + 1]
         verdict = judge_block(plan.drafts[0], chosen, tokens_left=left, stop_token_ids=frozenset())
-        subject.settle(plan, [verdict], forward_ms=21.0 + len(plan.drafts[0]))
+        rows = CostBuckets().rows_edge(1 + len(plan.drafts[0]))
+        subject.settle(plan, [verdict], forward_ms=20.0 + rows)
         done += verdict.emitted
     subject.finish(sequence, np.array(PHRASE))
     return figures(subject.report(context_tokens=128))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rakv_cluster.speculation.cost_model import ARMS, ArmCosts, StepCosts
+from rakv_cluster.speculation.arms import ARMS, ArmCosts
+from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.speculation.report import HindsightTally, arm_reports, break_even
 
 
@@ -20,7 +21,7 @@ def arm_costs(chosen: int, *, per_row: float) -> ArmCosts:
     costs = StepCosts(
         tuple(range(1, 17)), tuple(10.0 * (1 + per_row * extra) for extra in range(16))
     )
-    return ArmCosts.of(costs, base_rows=1, chosen=chosen)
+    return ArmCosts.of(costs, base_rows=1, chosen=chosen, available=15)
 
 
 def test_hindsight_names_the_best_fixed_arm_and_the_regret() -> None:

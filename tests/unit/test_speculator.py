@@ -38,7 +38,9 @@ def decode(
 ) -> Counter[tuple[int, int]]:
     """A request for which the model says ``truth``; its steps by (drafts, accepted)."""
     prompt = [*PHRASE, 1, 2, 3]
-    sequence = subject.begin(mode, np.array(prompt), NO_RULE, prefill_ms=500.0)
+    sequence = subject.begin(
+        mode, np.array(prompt), NO_RULE, prefill_ms=500.0, tokens_left=len(truth)
+    )
     blocks: Counter[tuple[int, int]] = Counter()
     done = 0
     while done < len(truth):
@@ -121,12 +123,12 @@ def test_the_report_adds_up() -> None:
 def test_a_rest_does_not_take_the_drafts_of_those_who_asked_for_them() -> None:
     subject = speculator(SlowThinking())
     tokens = np.array(PHRASE * 3)
-    broke = subject.begin("auto", tokens, NO_RULE, prefill_ms=0.0)
+    asked = subject.begin("4", tokens, NO_RULE, prefill_ms=0.0, tokens_left=9)
+    broke = subject.begin("auto", tokens, NO_RULE, prefill_ms=0.0, tokens_left=9)
     broke.state.ledger.overspend_ms = 1_000.0
     plan = subject.plan([Seat(broke, tokens, 8)])
     verdict = judge_block((), (99,), tokens_left=9, stop_token_ids=frozenset())
     subject.settle(plan, [verdict], forward_ms=31.0)
-    asked = subject.begin("4", tokens, NO_RULE, prefill_ms=0.0)
 
     assert subject.rests([Seat(broke, tokens, 8)])
     assert not subject.rests([Seat(broke, tokens, 8), Seat(asked, tokens, 8)])

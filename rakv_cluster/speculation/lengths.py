@@ -1,0 +1,40 @@
+"""How long answers become at least: what a request's first drafts may be paid from."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+_DECAY = 0.98
+_SURE_SHARE = 0.9
+_DOUBT = 0.3
+
+LENGTH_EDGES = tuple(sorted({round(4 * 1.1**step) for step in range(64)}))
+"""4, 5, 6, 7, 8, 9, 10, 11, 13, 14, ... 1,621 output tokens."""
+
+
+class AnswerLengths:
+    """Decayed counts of the answers that reached each length, of those whose limit let them."""
+
+    def __init__(self) -> None:
+        self._allowed = [0.0] * len(LENGTH_EDGES)
+        self._reached = [0.0] * len(LENGTH_EDGES)
+
+    def record(self, tokens: int, *, limit: int) -> None:
+        """An answer of at most ``limit`` tokens had so many."""
+        for index in range(_edges_within(limit)):
+            self._allowed[index] = self._allowed[index] * _DECAY + 1.0
+            reached = tokens >= LENGTH_EDGES[index]
+            self._reached[index] = self._reached[index] * _DECAY + reached
+
+    def sure_tokens(self, limit: int) -> int:
+        """Tokens that nine answers in ten with this limit reach; 0 before enough were seen."""
+        sure = 0
+        for index in range(_edges_within(limit)):
+            if self._reached[index] < _SURE_SHARE * (self._allowed[index] + _DOUBT):
+                break
+            sure = LENGTH_EDGES[index]
+        return sure
+
+
+def _edges_within(limit: int) -> int:
+    return bisect_right(LENGTH_EDGES, limit)

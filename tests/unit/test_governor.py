@@ -1,0 +1,89 @@
+"""What a step may cost above a plain one, and when that will be enough."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rakv_cluster.speculation.governor import (
+    GovernorMode,
+    GovernorSettings,
+    ReplicaLedger,
+    RequestLedger,
+    allowance_ms,
+    charge,
+    steps_until,
+)
+
+BASE_MS = 20.0
+
+
+def allowed(
+    ledger: RequestLedger, mode: GovernorMode = GovernorMode.BUCKET, debt_ms: float = 0.0
+) -> float:
+    return allowance_ms(
+        GovernorSettings(mode), ReplicaLedger(debt_ms), [ledger], base_ms=BASE_MS, batch=1
+    )
+
+
+def test_a_request_may_spend_at_once_what_its_sure_length_allows() -> None:
+    ledger = RequestLedger(plain_ms=30.0, sure_ms=30.0 + 40 * BASE_MS)
+
+    assert allowed(ledger) == pytest.approx(0.05 * (30.0 + 40 * BASE_MS))
+    ledger.overspend_ms = 40.0
+    assert allowed(ledger) == pytest.approx(0.05 * (30.0 + 40 * BASE_MS) - 40.0)
+
+
+def test_a_request_that_outlives_its_sure_length_earns_as_it_goes() -> None:
+    ledger = RequestLedger(plain_ms=50 * BASE_MS, sure_ms=10 * BASE_MS)
+
+    assert allowed(ledger) == pytest.approx(0.05 * 51 * BASE_MS)
+
+
+def test_strict_counts_only_what_has_passed() -> None:
+    ledger = RequestLedger(plain_ms=30.0, sure_ms=30.0 + 40 * BASE_MS)
+
+    assert allowed(ledger, GovernorMode.STRICT) == pytest.approx(0.01 * (30.0 + BASE_MS))
+
+
+def test_what_is_sure_of_one_request_does_not_lift_the_replicas_bound() -> None:
+    ledger = RequestLedger(sure_ms=10_000 * BASE_MS)
+
+    assert allowed(ledger, debt_ms=3 * BASE_MS) == pytest.approx(BASE_MS)
+
+
+@pytest.mark.parametrize("mode", [GovernorMode.BUCKET, GovernorMode.STRICT])
+@pytest.mark.parametrize("sure_ms", [0.0, 600.0])
+@pytest.mark.parametrize("debt_ms", [0.0, 79.9])
+def test_after_so_many_plain_steps_there_is_enough_and_not_before(
+    mode: GovernorMode, sure_ms: float, debt_ms: float
+) -> None:
+    settings, needed_ms = GovernorSettings(mode), 2.5
+    replica = ReplicaLedger(debt_ms)
+    ledger = RequestLedger(plain_ms=100.0, overspend_ms=40.0, sure_ms=sure_ms)
+    steps = math.ceil(
+        steps_until(settings, replica, [ledger], base_ms=BASE_MS, batch=1, needed_ms=needed_ms)
+    )
+
+    seen = []
+    for _ in range(steps + 1):
+        seen.append(allowance_ms(settings, replica, [ledger], base_ms=BASE_MS, batch=1))
+        charge(
+            settings, replica, [ledger], base_ms=BASE_MS, spent_ms=BASE_MS, plain_steps=[1]
+        )  # fmt: skip
+
+    assert steps > 1
+    assert seen[steps] >= needed_ms - 1e-9
+    assert all(ms < needed_ms for ms in seen[:steps])
+
+
+def test_without_a_governor_there_is_nothing_to_wait_for() -> None:
+    ledger = RequestLedger(overspend_ms=1_000.0)
+    settings = GovernorSettings(GovernorMode.THROUGHPUT)
+
+    assert allowed(ledger, GovernorMode.THROUGHPUT) == math.inf
+    assert (
+        steps_until(settings, ReplicaLedger(), [ledger], base_ms=BASE_MS, batch=1, needed_ms=1.0)
+        == 0
+    )
