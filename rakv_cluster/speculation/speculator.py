@@ -55,7 +55,7 @@ class StepPlan:
 
     ``guesses`` are what the drafts were taken from; ``passed_over`` what the text offered where a
     model was asked. ``control_ms`` holds all that planning took: ``draft_ms`` of guessing (0 where
-    it could not be afforded) and ``making_ms`` of a model's drafts, which this decision was for.
+    nobody was ``asked``) and ``making_ms`` of a model's drafts, which this decision was for.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -66,6 +66,7 @@ class StepPlan:
     candidates: tuple[Candidate, ...]
     costs: StepCosts
     context_tokens: int
+    asked: bool
     draft_ms: float
     making_ms: float
     control_ms: float
@@ -198,6 +199,7 @@ class Speculator:
             candidates=candidates,
             costs=costs,
             context_tokens=_context_tokens(seats),
+            asked=any(asked),
             draft_ms=draft_ms,
             making_ms=making_ms,
             control_ms=control_ms,
@@ -211,7 +213,7 @@ class Speculator:
         if not ledgers or math.isinf(decision.base_ms):
             return 0
         needed_ms = plan.control_ms - plan.making_ms
-        if plan.draft_ms == 0:
+        if not plan.asked:
             needed_ms += asking_ms(self._settings, self.replica, plan.costs, len(plan.seats))
         elif decision.reason is Reason.GOVERNED:
             needed_ms += min(each.needed_ms for each in decision.options if not each.allowed)
