@@ -38,9 +38,8 @@ class StepResult:
 
 def book_setup(replica: ReplicaState, request: RequestState, ms: float) -> None:
     """Book what it took to get a request's drafter ready."""
-    for ledger in (replica.ledger, request.ledger):
-        ledger.overspend_ms += ms
-    replica.ledger.debt_ms += ms
+    replica.ledger.book(ms, 0)
+    request.ledger.overspend_ms += ms
 
 
 def settle(

@@ -3,25 +3,26 @@
 *Overspend* is time above what plain decoding would have taken for the same tokens, negative where
 drafts paid. Two ledgers, both in ms:
 
-- the replica's debt, a token bucket turned upside down: every step adds its overspend and pays
-  back ``refill`` of the plain time of the tokens it emitted; debt never falls below zero (gains
-  are not saved up) and a step may not be able to lift it above ``capacity_tokens`` plain tokens.
-  So over any window, overspend <= refill x plain time + capacity (0.5% + 4 tokens; with one more
-  for what no prediction foresaw, 1% of 1,000).
+- the replica's: no window of 1,000 tokens may lose more than ``capacity_tokens`` plain tokens'
+  time (9; with one more for what no prediction foresaw, 1%). It keeps the overspend at each token
+  of the last 1,000 that was lower than at every token since; a step may not be able to lift the
+  overspend by more than the capacity above the lowest of them.
 - each request's, against its own plain time with prefill included: what a client sees. The plain
   time of the tokens that its answer is sure to reach counts from the start (``sure_ms``; not in
   ``strict``): drafts that pay later have to be bought first.
 
-Charged are measured times. The bounds hold as far as a step's cost is predicted: a surprise is
-charged in full and paid back before the next draft.
+Charged are measured times. The bounds hold as far as a step's cost is predicted.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+WINDOW_TOKENS = 1_000
 
 
 class GovernorMode(str, Enum):
@@ -37,13 +38,15 @@ class GovernorMode(str, Enum):
 class GovernorSettings:
     """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time.
 
+    Where more than half of the capacity is used up and a decision led to no drafts, the next one
+    waits until it costs no more than ``deciding_share``: the rest is for drafts.
     ``strict_reserve`` is the share by which a strict request's step may take longer than predicted
     without breaking its bound.
     """
 
     mode: GovernorMode = GovernorMode.BUCKET
-    capacity_tokens: float = 4.0
-    refill_share: float = 0.005
+    capacity_tokens: float = 9.0
+    deciding_share: float = 0.005
     request_share: float = 0.05
     strict_share: float = 0.01
     strict_reserve: float = 0.05
@@ -78,11 +81,34 @@ class RequestLedger:
 
 @dataclass(slots=True)
 class ReplicaLedger:
-    """The bucket's debt, and totals since start for the report."""
+    """Totals since start. ``lows`` are pairs of tokens and overspend, both ascending: where the
+    overspend of the last window was lower than ever since."""
 
-    debt_ms: float = 0.0
     plain_ms: float = 0.0
     overspend_ms: float = 0.0
+    tokens: int = 0
+    lows: deque[tuple[int, float]] = field(default_factory=deque)
+
+    @property
+    def debt_ms(self) -> float:
+        """Most that any window which is not over yet has lost."""
+        return max(self.overspend_ms - self.lows[0][1], 0.0) if self.lows else 0.0
+
+    def book(self, overspend_ms: float, tokens: int) -> None:
+        """So much more was lost (negative: gained) over so many tokens."""
+        lows = self.lows
+        while lows and lows[-1][1] >= self.overspend_ms:
+            lows.pop()
+        lows.append((self.tokens, self.overspend_ms))
+        self.overspend_ms += overspend_ms
+        self.tokens += tokens
+        while lows and lows[0][0] <= self.tokens - WINDOW_TOKENS:
+            lows.popleft()
+
+    def tokens_until(self, debt_ms: float) -> int:
+        """Plain tokens after which no window has lost more than ``debt_ms``."""
+        over = [tokens for tokens, ms in self.lows if self.overspend_ms - ms > debt_ms]
+        return over[-1] + WINDOW_TOKENS - self.tokens if over else 0
 
 
 def allowance_ms(
@@ -128,9 +154,25 @@ def steps_until(
         if short_ms > settings.share * settings.counted_ms(ledger, base_ms):
             waits.append((short_ms / settings.share - ledger.plain_ms) / base_ms - 1)
     if settings.mode is GovernorMode.BUCKET:
-        short_ms = needed_ms + replica.debt_ms - settings.capacity_tokens * base_ms / batch
-        waits.append(short_ms / (settings.refill_share * base_ms))
+        capacity_ms = settings.capacity_tokens * base_ms / batch
+        waits.append(replica.tokens_until(capacity_ms - needed_ms) / batch)
     return max(waits, default=0.0)
+
+
+def idle_steps(
+    settings: GovernorSettings,
+    replica: ReplicaLedger,
+    *,
+    base_ms: float,
+    batch: int,
+    deciding_ms: float,
+) -> float:
+    """Plain steps behind a decision that led to no drafts, so that deciding does not use up what
+    drafts need."""
+    half_ms = settings.capacity_tokens * base_ms / batch / 2
+    if settings.mode is not GovernorMode.BUCKET or replica.debt_ms <= half_ms:
+        return 0.0
+    return deciding_ms / (settings.deciding_share * base_ms)
 
 
 def charge(
@@ -146,8 +188,7 @@ def charge(
     plain_ms = base_ms * sum(plain_steps) / len(plain_steps)
     overspend_ms = spent_ms - plain_ms
     replica.plain_ms += plain_ms
-    replica.overspend_ms += overspend_ms
-    replica.debt_ms = max(0.0, replica.debt_ms + overspend_ms - settings.refill_share * plain_ms)
+    replica.book(overspend_ms, sum(plain_steps))
     for ledger, steps in zip(requests, plain_steps, strict=True):
         ledger.plain_ms += base_ms * steps
         ledger.overspend_ms += spent_ms - base_ms * steps

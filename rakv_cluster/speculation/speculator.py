@@ -34,7 +34,7 @@ from rakv_cluster.speculation.controller import (
 from rakv_cluster.speculation.cost_model import CostSample, CostTable, StepCosts
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
-from rakv_cluster.speculation.governor import charge, steps_until
+from rakv_cluster.speculation.governor import charge, idle_steps, steps_until
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
 from rakv_cluster.speculation.seats import Seat, Speculation
 from rakv_cluster.speculation.sources import Sources
@@ -208,23 +208,26 @@ class Speculator:
     def _rest_after(self, plan: StepPlan) -> int:
         """Plain steps until there is enough to decide once more, and to ask or to draft if that is
         all that keeps from it: until then deciding would only cost."""
-        decision = plan.decision
-        ledgers = [c.state.ledger for c in plan.candidates if c.forced < 0]
-        if not ledgers or math.isinf(decision.base_ms):
+        decision, governor, ledger = plan.decision, self._settings.governor, self.replica.ledger
+        requests = [c.state.ledger for c in plan.candidates if c.forced < 0]
+        if not requests or math.isinf(decision.base_ms):
             return 0
-        needed_ms = plan.control_ms - plan.making_ms
+        batch = len(plan.seats)
+        deciding_ms = plan.control_ms - plan.making_ms
+        needed_ms = deciding_ms
         if not plan.asked:
-            needed_ms += asking_ms(self._settings, self.replica, plan.costs, len(plan.seats))
+            needed_ms += asking_ms(self._settings, self.replica, plan.costs, batch)
         elif decision.reason is Reason.GOVERNED:
             needed_ms += min(each.needed_ms for each in decision.options if not each.allowed)
+        base_ms = decision.base_ms
         steps = steps_until(
-            self._settings.governor,
-            self.replica.ledger,
-            ledgers,
-            base_ms=decision.base_ms,
-            batch=len(plan.seats),
-            needed_ms=needed_ms,
+            governor, ledger, requests, base_ms=base_ms, batch=batch, needed_ms=needed_ms
         )
+        if not decision.reason.drafts:
+            idle = idle_steps(
+                governor, ledger, base_ms=base_ms, batch=batch, deciding_ms=deciding_ms
+            )
+            steps = max(steps, idle)
         return min(max(math.ceil(steps), 0), _LONGEST_REST_STEPS)
 
     def _asked(self, seats: Sequence[Seat], costs: StepCosts) -> list[bool]:

@@ -69,7 +69,7 @@ def decode(
     for rows in (1, 2, 3, 4, 6, 8, 12, 16):
         table.observe(CostSample(rows, 256, 1, 30.0 + 0.1 * rows))
     subject = Speculator(table, settings, model.clock, draft_model=model)
-    sequence = subject.begin(mode, np.array(PROMPT), NO_RULE, prefill_ms=prefill_ms)
+    sequence = subject.begin(mode, np.array(PROMPT), NO_RULE, prefill_ms=prefill_ms, tokens_left=99)
     done = 0
     while done < len(truth):
         left = len(truth) - done
