@@ -93,11 +93,11 @@ class RequestState:
 
     @classmethod
     def begin(
-        cls, replica: ReplicaState, *, prefill_ms: float, sure_decode_ms: float = 0.0
+        cls, replica: ReplicaState, *, prefill_ms: float, likely_decode_ms: float = 0.0
     ) -> RequestState:
-        """State of a request whose prefill took so long; decoding will take ``sure_decode_ms`` at
-        least, in all likelihood."""
-        ledger = RequestLedger(plain_ms=prefill_ms, sure_ms=prefill_ms + sure_decode_ms)
+        """State of a request whose prefill took so long; decoding will take ``likely_decode_ms`` at
+        least, probably."""
+        ledger = RequestLedger(plain_ms=prefill_ms, likely_ms=prefill_ms + likely_decode_ms)
         return cls(AcceptanceTracker(replica.hazards), ledger)
 
 

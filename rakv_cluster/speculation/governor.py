@@ -8,7 +8,7 @@ drafts paid. Two ledgers, both in ms:
   of the last 1,000 that was lower than at every token since; a step may not be able to lift the
   overspend by more than the capacity above the lowest of them.
 - each request's, against its own plain time with prefill included: what a client sees. The plain
-  time of the tokens that its answer is sure to reach counts from the start (``sure_ms``; not in
+  time of the tokens that its answer is likely to reach counts from the start (``likely_ms``; not in
   ``strict``): drafts that pay later have to be bought first.
 
 Charged are measured times. The bounds hold as far as a step's cost is predicted.
@@ -59,7 +59,7 @@ class GovernorSettings:
     def counted_ms(self, ledger: RequestLedger, base_ms: float) -> float:
         """Plain time that a request's share is taken of, where its next token takes ``base_ms``."""
         passed_ms = ledger.plain_ms + base_ms
-        return passed_ms if self.mode is GovernorMode.STRICT else max(passed_ms, ledger.sure_ms)
+        return passed_ms if self.mode is GovernorMode.STRICT else max(passed_ms, ledger.likely_ms)
 
     @property
     def reserve(self) -> float:
@@ -71,12 +71,12 @@ class GovernorSettings:
 class RequestLedger:
     """One request's overspend and the plain time it is measured against, prefill included.
 
-    ``sure_ms`` of plain time will have passed in all likelihood before it ends.
+    ``likely_ms`` of plain time will probably have passed before it ends.
     """
 
     plain_ms: float = 0.0
     overspend_ms: float = 0.0
-    sure_ms: float = 0.0
+    likely_ms: float = 0.0
 
 
 @dataclass(slots=True)

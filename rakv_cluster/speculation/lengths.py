@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 _DECAY = 0.98
-_SURE_SHARE = 0.9
-_DOUBT = 0.3
+_LIKELY_SHARE = 0.75
+_DOUBT = 0.5
 
 LENGTH_EDGES = tuple(sorted({round(4 * 1.1**step) for step in range(64)}))
 """4, 5, 6, 7, 8, 9, 10, 11, 13, 14, ... 1,621 output tokens."""
@@ -26,14 +26,14 @@ class AnswerLengths:
             reached = tokens >= LENGTH_EDGES[index]
             self._reached[index] = self._reached[index] * _DECAY + reached
 
-    def sure_tokens(self, limit: int) -> int:
-        """Tokens that nine answers in ten with this limit reach; 0 before enough were seen."""
-        sure = 0
+    def likely_tokens(self, limit: int) -> int:
+        """Tokens that three answers in four with this limit reach; 0 before two were seen."""
+        likely = 0
         for index in range(_edges_within(limit)):
-            if self._reached[index] < _SURE_SHARE * (self._allowed[index] + _DOUBT):
+            if self._reached[index] < _LIKELY_SHARE * (self._allowed[index] + _DOUBT):
                 break
-            sure = LENGTH_EDGES[index]
-        return sure
+            likely = LENGTH_EDGES[index]
+        return likely
 
 
 def _edges_within(limit: int) -> int:

@@ -115,11 +115,11 @@ class Speculator:
         """
         self._rest_steps = 0  # it was for others
         base_ms = self.table.step_costs(batch=1, context_tokens=len(ids)).at(1)
-        sure_tokens = self.replica.lengths.sure_tokens(tokens_left)
+        likely_tokens = self.replica.lengths.likely_tokens(tokens_left)
         state = RequestState.begin(
             self.replica,
             prefill_ms=prefill_ms,
-            sure_decode_ms=sure_tokens * base_ms if sure_tokens else 0.0,
+            likely_decode_ms=likely_tokens * base_ms if likely_tokens else 0.0,
         )
         if mode == "off":
             return Speculation(NullDrafter(), state, 0, len(ids), tokens_left)

@@ -203,7 +203,7 @@ def test_a_models_drafts_are_weighed_one_by_one() -> None:
 def test_a_first_stake_leaves_enough_for_another() -> None:
     replica = ReplicaState()
     replica.hazards.assume(0.95)
-    state = RequestState.begin(replica, prefill_ms=0.0, sure_decode_ms=20 * 30.0)
+    state = RequestState.begin(replica, prefill_ms=0.0, likely_decode_ms=20 * 30.0)
 
     decision = choose(ControllerSettings(), replica, [by_model(state, 10.0)], CHEAP)
 

@@ -34,7 +34,7 @@ def indebted(ms: float) -> ReplicaLedger:
 
 
 def test_a_request_may_spend_at_once_what_its_sure_length_allows() -> None:
-    ledger = RequestLedger(plain_ms=30.0, sure_ms=30.0 + 40 * BASE_MS)
+    ledger = RequestLedger(plain_ms=30.0, likely_ms=30.0 + 40 * BASE_MS)
 
     assert allowed(ledger) == pytest.approx(0.05 * (30.0 + 40 * BASE_MS))
     ledger.overspend_ms = 40.0
@@ -42,32 +42,32 @@ def test_a_request_may_spend_at_once_what_its_sure_length_allows() -> None:
 
 
 def test_a_request_that_outlives_its_sure_length_earns_as_it_goes() -> None:
-    ledger = RequestLedger(plain_ms=50 * BASE_MS, sure_ms=10 * BASE_MS)
+    ledger = RequestLedger(plain_ms=50 * BASE_MS, likely_ms=10 * BASE_MS)
 
     assert allowed(ledger) == pytest.approx(0.05 * 51 * BASE_MS)
 
 
 def test_strict_counts_only_what_has_passed() -> None:
-    ledger = RequestLedger(plain_ms=30.0, sure_ms=30.0 + 40 * BASE_MS)
+    ledger = RequestLedger(plain_ms=30.0, likely_ms=30.0 + 40 * BASE_MS)
 
     assert allowed(ledger, GovernorMode.STRICT) == pytest.approx(0.01 * (30.0 + BASE_MS))
 
 
 def test_what_is_sure_of_one_request_does_not_lift_the_replicas_bound() -> None:
-    ledger = RequestLedger(sure_ms=10_000 * BASE_MS)
+    ledger = RequestLedger(likely_ms=10_000 * BASE_MS)
 
     assert allowed(ledger, debt_ms=8 * BASE_MS) == pytest.approx(BASE_MS)
 
 
 @pytest.mark.parametrize("mode", [GovernorMode.BUCKET, GovernorMode.STRICT])
-@pytest.mark.parametrize("sure_ms", [0.0, 600.0])
+@pytest.mark.parametrize("likely_ms", [0.0, 600.0])
 @pytest.mark.parametrize("debt_ms", [0.0, 179.0])
 def test_after_so_many_plain_steps_there_is_enough_and_not_before(
-    mode: GovernorMode, sure_ms: float, debt_ms: float
+    mode: GovernorMode, likely_ms: float, debt_ms: float
 ) -> None:
     settings, needed_ms = GovernorSettings(mode), 2.5
     replica = indebted(debt_ms)
-    ledger = RequestLedger(plain_ms=100.0, overspend_ms=40.0, sure_ms=sure_ms)
+    ledger = RequestLedger(plain_ms=100.0, overspend_ms=40.0, likely_ms=likely_ms)
     steps = math.ceil(
         steps_until(settings, replica, [ledger], base_ms=BASE_MS, batch=1, needed_ms=needed_ms)
     )
