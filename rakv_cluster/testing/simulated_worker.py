@@ -19,7 +19,8 @@ from rakv_cluster.routing.hot_set import CAPACITY, encode_hot_set
 from rakv_cluster.routing.policy import RouteRequest
 from rakv_cluster.routing.report import MAX_PACES, ReplicaReport
 from rakv_cluster.routing.score import Reach
-from rakv_cluster.speculation.cost_model import ARMS, StepCosts
+from rakv_cluster.speculation.arms import ARMS
+from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.testing.simulated_store import KvTier, SimulatedNode
 
 _RATE_GAIN = 0.5
