@@ -1,141 +1,103 @@
-/* The decoder's small steps on the CPU: products, norms, rotation and activation in one parallel
- * region per layer, over the weights as oneDNN has packed them.
+/* The decoder's small steps on the CPU: all layers in one parallel region, over the weights as
+ * oneDNN has packed them. Attention is in native_attention.c.
  *
- * Compiled at load by rakv_cluster/model/native.py, which also declares the structures. Attention
- * stays with PyTorch: a layer is cut there, so a call finishes one layer and begins the next.
+ * Compiled at load by rakv_cluster/model/native.py.
  *
  * Every value is computed by the same instructions in the same order whatever rows stand beside
  * it, and products round as oneDNN's do: one chain of fused multiply-adds per block of inputs, the
  * blocks' sums added in order. So steps of few rows (here) and of many (oneDNN, with this file's
  * norms and activations between) agree bit for bit; the load-time checks compare them.
  */
-#if !defined(__GNUC__) || defined(__clang__)
-#error "GCC is wanted: its OpenMP runtime is the one that PyTorch has loaded already"
-#endif
+#include "native.h"
 
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25 /* Linux 6.1 */
 #endif
 
-enum { LANES = 16, PANEL = 64, UNIT = 32, TILE_ROWS = 6, AHEAD = 16 };
-
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4)));
-
-typedef struct {
-    const float *packed; /* [outputs / PANEL][inputs][PANEL] */
-    const float *bias;   /* or NULL */
-    int64_t outputs, inputs;
-    int64_t block; /* inputs per chain of multiply-adds */
-} Weight;
-
-typedef struct {
-    const float *input_norm, *mlp_norm;
-    Weight qkv, output, gate_up, down;
-} Layer;
-
-typedef struct {
-    int64_t hidden, heads, kv_heads, head_dim, inner;
-    double eps;
-} Shape;
-
-/* Rows of a step. Strides are in floats; `slots`, `queries` and `attended` hold addresses. */
-typedef struct {
-    int64_t rows;
-    float *hidden;                /* [rows][hidden] */
-    const float *cosines, *sines; /* [rows][head_dim] */
-    const int64_t *slots;         /* of a row's K in the first layer */
-    const int64_t *layer_stride, *value_stride, *head_stride;
-    const int64_t *queries, *query_stride; /* where its queries go, and from KV head to KV head */
-    const int64_t *group, *index;          /* its group, and its number in there */
-    const int64_t *attended;               /* by group, laid out as its queries */
-    float *scratch;                        /* rakv_scratch() floats */
-    int64_t threads;
-} Step;
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline vec *at(float *p) { return (vec *)p; }
-
-static inline vec get(const float *p) { return *(const vec *)p; }
-
-/* This thread's part of `count`. */
-static inline void part(int64_t count, int64_t *start, int64_t *stop)
-{
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    *start = count * thread / threads;
-    *stop = count * (thread + 1) / threads;
-}
-
 /* --- products */
 
-/* `rows` x (`vecs` * LANES) outputs; both are constants where it is inlined. TILE_ROWS x PANEL are
- * as many sums as the registers hold. */
-static inline __attribute__((always_inline)) void tile(
-    const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
-    int64_t y_stride, int add, const int rows, const int vecs)
-{
-    const float *w = weight->packed + (column / PANEL) * weight->inputs * PANEL + column % PANEL;
-    vec total[TILE_ROWS][PANEL / LANES] = {0};
-    for (int64_t from = 0; from < weight->inputs; from += weight->block) {
-        int64_t to = least(from + weight->block, weight->inputs);
-        vec sum[TILE_ROWS][PANEL / LANES] = {0};
-        for (int64_t k = from; k < to; k++) {
-            vec column_k[PANEL / LANES];
-#pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++) {
-                __builtin_prefetch(w + (k + AHEAD) * PANEL + v * LANES);
-                column_k[v] = get(w + k * PANEL + v * LANES);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < vecs; v++) sum[r][v] += column_k[v] * x[r * x_stride + k];
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++) total[r][v] += sum[r][v];
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vecs; v++) {
-            vec value = total[r][v];
-            float *target = y + r * y_stride + column + v * LANES;
-            if (weight->bias) value += get(weight->bias + column + v * LANES);
-            *at(target) = add ? get(target) + value : value;
-        }
-}
+/* Inputs that all rows pass before the next ones: PANEL x CHUNK weights stay in the first cache. */
+enum { CHUNK = 64, MAX_ROWS = 64, AHEAD = 16 };
 
-#define TILE(ROWS, VECS) tile(x, x_stride, weight, column, y, y_stride, add, ROWS, VECS)
+#define ALIGNED __attribute__((aligned(64)))
+
+typedef struct {
+    const float *x;
+    int64_t x_stride, rows;
+    const Weight *weight;
+    float *y;
+    int64_t y_stride;
+    int add; /* to what is in y */
+} Product;
+
+#define TILE(ROWS, VECS) \
+    tile(x, x_stride, w, PANEL, inputs, sums, PANEL, ahead, lines, ROWS, VECS)
 #define CASE(ROWS) \
     case ROWS: whole ? TILE(ROWS, 4) : TILE(ROWS, 2); break;
 
-/* At most TILE_ROWS rows of a panel, or of UNIT columns of one. */
-static void panel(const float *x, int64_t x_stride, const Weight *weight, int64_t column, float *y,
-                  int64_t y_stride, int add, int64_t rows, int whole)
+/* Some inputs of at most TILE_ROWS rows and a panel, or UNIT columns of one. */
+static void panel(const float *x, int64_t x_stride, const float *w, int64_t inputs, float *sums,
+                  const float *ahead, int lines, int64_t rows, int whole)
 {
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 
-/* y[rows, start:stop] = x W^T + b, or added to what is there; in units of UNIT columns. Panel by
- * panel: all rows pass while it is in the cache, in tiles of about equal size. */
+/* Inputs [from, to), at most CHUNK, of all rows, in tiles of about equal size. The first pass reads
+ * them from memory; so that it need not wait, the passes before fetch equal shares. */
+static void pass_chunk(const Product *product, const float *w, int64_t from, int64_t to,
+                       float sums[][PANEL], int whole)
+{
+    int64_t tiles = (product->rows + TILE_ROWS - 1) / TILE_ROWS;
+    int lines = tiles == 1 ? 4 : tiles < 4 ? 2 : 1;
+    const float *ahead = w + (from + (tiles == 1 ? AHEAD : CHUNK)) * PANEL;
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t row = product->rows * i / tiles, count = product->rows * (i + 1) / tiles - row;
+        panel(product->x + row * product->x_stride + from, product->x_stride, w + from * PANEL,
+              to - from, sums[row], ahead, whole && i * lines < 4 ? lines : 0, count, whole);
+        ahead += lines * LANES * CHUNK;
+    }
+}
+
+static void add_rows(float to[][PANEL], float from[][PANEL], int64_t rows)
+{
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < PANEL; i += LANES) *at(to[row] + i) += get(from[row] + i);
+}
+
+/* A panel's columns from `column` on, all of them or UNIT, of all rows. */
+static void columns(const Product *product, int64_t column, int whole)
+{
+    const Weight *weight = product->weight;
+    const float *w = weight->packed + (column / PANEL) * weight->inputs * PANEL + column % PANEL;
+    const float *bias = weight->bias ? weight->bias + column : NULL;
+    float sums[MAX_ROWS][PANEL] ALIGNED, totals[MAX_ROWS][PANEL] ALIGNED;
+    memset(totals, 0, product->rows * sizeof *totals);
+    for (int64_t block = 0; block < weight->inputs; block += weight->block) {
+        int64_t stop = least(block + weight->block, weight->inputs);
+        memset(sums, 0, product->rows * sizeof *sums);
+        for (int64_t from = block; from < stop; from += CHUNK)
+            pass_chunk(product, w, from, least(from + CHUNK, stop), sums, whole);
+        add_rows(totals, sums, product->rows);
+    }
+    for (int64_t row = 0; row < product->rows; row++)
+        for (int64_t i = 0; i < (whole ? PANEL : UNIT); i += LANES) {
+            float *target = product->y + row * product->y_stride + column + i;
+            vec value = get(totals[row] + i);
+            if (bias) value += get(bias + i);
+            *at(target) = product->add ? get(target) + value : value;
+        }
+}
+
+/* y[rows, start:stop] = (or +=) x W^T + b, in units of UNIT columns; at most MAX_ROWS rows. */
 static void product(const float *x, int64_t x_stride, int64_t rows, const Weight *weight,
                     int64_t start, int64_t stop, float *y, int64_t y_stride, int add)
 {
-    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const Product product = {x, x_stride, rows, weight, y, y_stride, add};
     for (int64_t column = start; column < stop;) {
         int whole = column % PANEL == 0 && column + PANEL <= stop;
-        for (int64_t i = 0; i < tiles; i++) {
-            int64_t row = rows * i / tiles, count = rows * (i + 1) / tiles - row;
-            panel(x + row * x_stride, x_stride, weight, column, y + row * y_stride, y_stride, add,
-                  count, whole);
-        }
+        columns(&product, column, whole);
         column += whole ? PANEL : UNIT;
     }
 }
@@ -172,44 +134,21 @@ static ALONE void norm(const float *x, const float *weight, float *out, int64_t 
     for (int64_t i = 0; i < n; i += LANES) *at(out + i) = get(x + i) * scale * get(weight + i);
 }
 
-static inline vec bounded(vec x, float low, float high)
-{
-    ivec below = x < low, above = x > high;
-    vec lows = (vec){0} + low, highs = (vec){0} + high;
-    return (vec)(((ivec)x & ~below & ~above) | ((ivec)lows & below) | ((ivec)highs & above));
-}
-
-/* e^x to about an ulp: 2^n times a polynomial on |r| <= ln(2) / 2. */
-static inline vec exponential(vec x)
-{
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    x = bounded(x, -87.0f, 88.0f);
-    vec shifted = x * 1.44269504f + shift;
-    vec n = shifted - shift;
-    vec r = x - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
-    vec p = r * (1.0f / 720) + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    ivec exponent = (ivec)shifted - (ivec)((vec){0} + shift);
-    return (vec)((ivec)p + (exponent << 23));
-}
-
 static ALONE void activate(const float *gate, const float *up, float *out, int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {
         vec g = get(gate + i);
-        *at(out + i) = g / (1.0f + exponential(-g)) * get(up + i);
+        vec bound = (vec)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)-g); /* NaN passes */
+        *at(out + i) = g / (1.0f + exponential(bound)) * get(up + i);
     }
 }
 
+/* `out` may be `x`. */
 static ALONE void rotate(const float *x, const float *cosines, const float *sines, float *out,
                          int64_t dim)
 {
     int64_t half = dim / 2;
+#pragma GCC ivdep
     for (int64_t i = 0; i < half; i++) {
         float low = x[i], high = x[i + half];
         out[i] = low * cosines[i] - high * sines[i];
@@ -217,60 +156,53 @@ static ALONE void rotate(const float *x, const float *cosines, const float *sine
     }
 }
 
-/* One head of a row's Q, K and V: to its group's queries, or to its slot. */
-static void place(const Shape *shape, const Step *step, int64_t layer, const float *qkv,
-                  int64_t row, int64_t head)
+/* One head of a row's Q, K and V: rotated where it stands, or into its slot. */
+static void place(const Shape *shape, const Step *step, int64_t layer, float *qkv, int64_t row,
+                  int64_t head)
 {
-    int64_t dim = shape->head_dim, group = shape->heads / shape->kv_heads;
-    const float *x = qkv + (row * (shape->heads + 2 * shape->kv_heads) + head) * dim;
+    int64_t dim = shape->head_dim;
+    float *x = qkv + (row * (shape->heads + 2 * shape->kv_heads) + head) * dim;
     const float *cosines = step->cosines + row * dim, *sines = step->sines + row * dim;
     if (head < shape->heads) {
-        float *to = (float *)step->queries[row] + head / group * step->query_stride[row];
-        rotate(x, cosines, sines, to + head % group * dim, dim);
+        rotate(x, cosines, sines, x, dim);
         return;
     }
-    float *slot = (float *)step->slots[row] + layer * step->layer_stride[row];
+    float *keys = (float *)step->keys[row] + layer * step->layer_stride[row];
     int64_t kv_head = (head - shape->heads) % shape->kv_heads;
-    float *to = slot + kv_head * step->head_stride[row];
+    float *to = keys + kv_head * step->head_stride[row] + step->positions[row] * dim;
     if (head < shape->heads + shape->kv_heads)
         rotate(x, cosines, sines, to, dim);
     else
         memcpy(to + step->value_stride[row], x, dim * sizeof(float));
 }
 
-/* A row's attention, with its heads in the order in which the output product wants them. */
-static void gather(const Shape *shape, const Step *step, int64_t row, float *out)
-{
-    int64_t dim = shape->head_dim, group = shape->heads / shape->kv_heads;
-    const float *from = (const float *)step->attended[step->group[row]];
-    from += step->index[row] * group * dim;
-    for (int64_t head = 0; head < shape->heads; head++)
-        memcpy(out + head * dim, from + head / group * step->query_stride[row] + head % group * dim,
-               dim * sizeof(float));
-}
-
 /* --- steps of few rows */
 
 typedef struct {
-    float *attended, *qkv, *activated, *mine;
+    float *attended, *qkv, *activated, *spaces, *mine;
 } Scratch;
 
-int64_t rakv_scratch(const Shape *shape, int64_t rows, int64_t threads)
+/* Floats of a small step's scratch; without rows, of what attention alone needs. */
+int64_t rakv_scratch(const Shape *shape, int64_t rows, int64_t tile_rows, int64_t threads)
 {
     int64_t heads = 2 * shape->heads + 2 * shape->kv_heads;
     int64_t mine = shape->hidden + 2 * shape->inner;
-    return rows * (heads * shape->head_dim + shape->inner + threads * mine);
+    return rows * (heads * shape->head_dim + shape->inner + threads * mine) +
+           threads * attention_floats(shape, tile_rows);
 }
 
 static Scratch scratch(const Shape *shape, const Step *step)
 {
     int64_t rows = step->rows, q = shape->heads * shape->head_dim;
     int64_t all = q + 2 * shape->kv_heads * shape->head_dim;
+    int64_t each = rows * (shape->hidden + 2 * shape->inner);
     Scratch parts;
     parts.attended = step->scratch;
     parts.qkv = parts.attended + rows * q;
     parts.activated = parts.qkv + rows * all;
-    parts.mine = parts.activated + rows * shape->inner;
+    parts.spaces = parts.activated + rows * shape->inner;
+    parts.mine = parts.spaces + step->threads * attention_floats(shape, step->tile_rows) +
+                 omp_get_thread_num() * each;
     return parts;
 }
 
@@ -283,31 +215,30 @@ static float *normed(const Shape *shape, const Step *step, float *mine, const fl
     return mine;
 }
 
-static void begin_layer(const Shape *shape, const Step *step, const Layer *layer, int64_t number,
-                        Scratch at_, float *mine)
+/* Rotation, K/V stores and attention of products `qkv`. */
+static void place_and_attend(const Shape *shape, const Step *step, int64_t layer, float *qkv,
+                             float *spaces, float *attended)
 {
-    shared_product(normed(shape, step, mine, layer->input_norm), step->rows, &layer->qkv, at_.qkv,
-                   0);
-#pragma omp barrier
     int64_t start, stop, heads = shape->heads + 2 * shape->kv_heads;
     part(step->rows * heads, &start, &stop);
     for (int64_t i = start; i < stop; i++)
-        place(shape, step, number, at_.qkv, i / heads, i % heads);
+        place(shape, step, layer, qkv, i / heads, i % heads);
+#pragma omp barrier
+    attend(shape, step, qkv, layer, spaces, attended);
 }
 
-static void finish_layer(const Shape *shape, const Step *step, const Layer *layer, Scratch at_,
-                         float *mine)
+static void run_layer(const Shape *shape, const Step *step, const Layer *layer, int64_t number,
+                      Scratch at_)
 {
-    int64_t rows = step->rows, n = shape->hidden, inner = shape->inner;
-    int64_t start, stop;
-    part(rows, &start, &stop);
-    for (int64_t row = start; row < stop; row++)
-        gather(shape, step, row, at_.attended + row * shape->heads * shape->head_dim);
+    int64_t rows = step->rows, n = shape->hidden, inner = shape->inner, start, stop;
+    const float *x = normed(shape, step, at_.mine, layer->input_norm);
+    shared_product(x, rows, &layer->qkv, at_.qkv, 0);
 #pragma omp barrier
+    place_and_attend(shape, step, number, at_.qkv, at_.spaces, at_.attended);
     shared_product(at_.attended, rows, &layer->output, step->hidden, 1);
 #pragma omp barrier
-    const float *x = normed(shape, step, mine, layer->mlp_norm);
-    float *both = mine + rows * n;
+    normed(shape, step, at_.mine, layer->mlp_norm);
+    float *both = at_.mine + rows * n;
     part(inner / UNIT, &start, &stop);
     start *= UNIT, stop *= UNIT;
     product(x, n, rows, &layer->gate_up, start, stop, both, 2 * inner, 0);
@@ -321,32 +252,20 @@ static void finish_layer(const Shape *shape, const Step *step, const Layer *laye
 #pragma omp barrier
 }
 
-/* The layer `number` after its attention (or nothing: NULL), then the next one before its. */
-void rakv_layer(const Shape *shape, const Step *step, const Layer *layer, const Layer *next,
-                int64_t number)
+/* Layers [first, stop) over the step's hidden rows. Its rotated queries are left in the scratch,
+ * [rows][heads + 2 kv_heads][head_dim] behind rows * heads * head_dim floats. */
+void rakv_layers(const Shape *shape, const Step *step, const Layer *layers, int64_t first,
+                 int64_t stop)
 {
-    Scratch at_ = scratch(shape, step);
 #pragma omp parallel num_threads(step->threads)
     {
-        int64_t each = step->rows * (shape->hidden + 2 * shape->inner);
-        float *mine = at_.mine + omp_get_thread_num() * each;
-        if (layer) finish_layer(shape, step, layer, at_, mine);
-        if (next) begin_layer(shape, step, next, number + 1, at_, mine);
+        Scratch at_ = scratch(shape, step);
+        for (int64_t number = first; number < stop; number++)
+            run_layer(shape, step, layers + number, number, at_);
     }
 }
 
-/* out[rows, outputs] = norm(x) W^T, the x by address. */
-void rakv_head(const Shape *shape, const int64_t *x, int64_t rows, const float *weight_norm,
-               const Weight *head, float *scratch, float *out, int64_t threads)
-{
-    for (int64_t row = 0; row < rows; row++)
-        norm((const float *)x[row], weight_norm, scratch + row * shape->hidden, shape->hidden,
-             shape->eps);
-#pragma omp parallel num_threads(threads)
-    shared_product(scratch, rows, head, out, 0);
-}
-
-/* x[rows, inputs] W^T + b */
+/* out[rows, outputs] = x W^T + b; at most MAX_ROWS rows */
 void rakv_product(const Weight *weight, const float *x, int64_t rows, float *out, int64_t threads)
 {
 #pragma omp parallel num_threads(threads)
@@ -369,19 +288,11 @@ void rakv_add_norm(const Shape *shape, float *hidden, const float *update, const
     }
 }
 
-void rakv_place(const Shape *shape, const Step *step, const float *qkv, int64_t layer)
+/* attended[rows, heads * head_dim] of products `qkv`, which are rotated in place. */
+void rakv_attend(const Shape *shape, const Step *step, float *qkv, int64_t layer, float *attended)
 {
-    int64_t heads = shape->heads + 2 * shape->kv_heads;
-#pragma omp parallel for num_threads(step->threads)
-    for (int64_t row = 0; row < step->rows; row++)
-        for (int64_t head = 0; head < heads; head++) place(shape, step, layer, qkv, row, head);
-}
-
-void rakv_gather(const Shape *shape, const Step *step, float *out)
-{
-    int64_t n = shape->heads * shape->head_dim;
-#pragma omp parallel for num_threads(step->threads)
-    for (int64_t row = 0; row < step->rows; row++) gather(shape, step, row, out + row * n);
+#pragma omp parallel num_threads(step->threads)
+    place_and_attend(shape, step, layer, qkv, step->scratch, attended);
 }
 
 /* out[rows, inner] from gate and up side by side. */

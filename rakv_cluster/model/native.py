@@ -1,4 +1,4 @@
-"""The C kernels of ``native.c``: compiled at load, declared for ctypes, proven against oneDNN.
+"""The C kernels of ``native*.c``: compiled at load, declared for ctypes, proven against oneDNN.
 
 They read the weights where oneDNN has packed them (no further copy) and round as oneDNN's products
 do, so that steps of few rows run here and steps of many there, with equal bits. Both are properties
@@ -27,9 +27,9 @@ PANEL = 64
 """Outputs that stand side by side in oneDNN's packed order; weights have a multiple of it."""
 
 LANES = 16
-"""Floats of one vector; weights have a multiple of so many inputs."""
+"""Floats of one vector; weights have a multiple of so many inputs, and heads."""
 
-_SOURCE = Path(__file__).with_name("native.c")
+_SOURCES = [str(Path(__file__).with_name(name)) for name in ("native.c", "native_attention.c")]
 _COMPILERS = ("gcc", "cc")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_S = 60.0
@@ -88,6 +88,7 @@ class NativeShape(_Struct):
         ("head_dim", _Int),
         ("inner", _Int),
         ("eps", ctypes.c_double),
+        ("scale", ctypes.c_double),
     )
 
 
@@ -99,28 +100,25 @@ class NativeStep(_Struct):
         ("hidden", _Address),
         ("cosines", _Address),
         ("sines", _Address),
-        ("slots", _Address),
+        ("positions", _Address),
+        ("keys", _Address),
         ("layer_stride", _Address),
         ("value_stride", _Address),
         ("head_stride", _Address),
-        ("queries", _Address),
-        ("query_stride", _Address),
-        ("group", _Address),
-        ("index", _Address),
-        ("attended", _Address),
+        ("tiles", _Int),
+        ("tile_rows", _Int),
+        ("tile_start", _Address),
         ("scratch", _Address),
         ("threads", _Int),
     )
 
 
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "rakv_layer": (_Address, _Address, _Address, _Address, _Int),
-    "rakv_head": (*(_Address,) * 2, _Int, *(_Address,) * 4, _Int),
+    "rakv_layers": (_Address, _Address, _Address, _Int, _Int),
     "rakv_product": (_Address, _Address, _Int, _Address, _Int),
     "rakv_collapse": (_Address,),
     "rakv_add_norm": (*(_Address,) * 5, _Int, _Int),
-    "rakv_place": (_Address, _Address, _Address, _Int),
-    "rakv_gather": (_Address, _Address, _Address),
+    "rakv_attend": (_Address, _Address, _Address, _Int, _Address),
     "rakv_activate": (_Address, _Address, _Address, _Int, _Int),
 }
 
@@ -136,7 +134,7 @@ def native_library() -> ctypes.CDLL:
         raise UnsupportedModel("native kernels need a C compiler: install gcc")
     with tempfile.TemporaryDirectory(prefix="rakv-native-") as folder:
         target = Path(folder) / "native.so"
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(target), "-lm"]
+        command = [compiler, *_FLAGS, *_SOURCES, "-o", str(target), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_S, check=False
@@ -149,7 +147,7 @@ def native_library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.rakv_scratch.argtypes = (_Address, _Int, _Int)
+    library.rakv_scratch.argtypes = (_Address, _Int, _Int, _Int)
     library.rakv_scratch.restype = _Int
     return library
 
@@ -164,6 +162,7 @@ def native_shape(weights: LlamaWeights) -> NativeShape:
         head_dim=shape.head_dim,
         inner=weights.layers[0].down.weight.shape[1],
         eps=weights.norm_eps,
+        scale=shape.scale,
     )
 
 
@@ -175,10 +174,12 @@ class NativeWeights:
         what the kernels expect."""
         if weights.embedding.dtype != torch.float32 or weights.embedding.device.type != "cpu":
             raise UnsupportedModel("native kernels compute in float32 on the CPU")
+        if weights.shape.head_dim % LANES:
+            raise UnsupportedModel(f"native kernels want heads in multiples of {LANES}")
         self._library = library
         self._blocks: dict[tuple[int, int], int] = {}
         self.shape = native_shape(weights)
-        self.layers = [self._layer(layer) for layer in weights.layers]
+        self.layers = (NativeLayer * len(weights.layers))(*map(self._layer, weights.layers))
         self.head = self._weight(weights.head)
 
     def _layer(self, layer: Layer) -> NativeLayer:

@@ -1,12 +1,13 @@
-"""The fused decoder over native kernels: steps of few rows, one call and one attention per layer.
+"""The fused decoder over native kernels: steps of few rows are one call.
 
-The kernels do everything but attention (:mod:`rakv_cluster.model.native`). In steps of more rows
-the products are oneDNN's and the kernels do what stands between them, by the same instructions: a
-position has the same bits in either.
+In steps of more rows the products are oneDNN's and the kernels (:mod:`rakv_cluster.model.native`)
+do what stands between them, attention too, by the same instructions: a position has the same bits
+in either.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,36 +15,33 @@ import torch
 from torch.nn import functional
 
 from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner
-from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel
-from rakv_cluster.model.llama import Layer, LlamaWeights
-from rakv_cluster.model.native import NativeStep, NativeWeights, native_library
-from rakv_cluster.model.row_attention import HeadShape, Masked
-from rakv_cluster.model.row_groups import uniform_groups
+from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel, Linear
+from rakv_cluster.model.llama import LlamaWeights
+from rakv_cluster.model.native import NativeStep, NativeWeight, NativeWeights, native_library
+from rakv_cluster.model.row_attention import HeadShape
 from rakv_cluster.model.step import Span, Step, check_spans
 
 SMALL_ROWS = 64
-"""Up to so many rows the native products are the quicker ones; from 128 on oneDNN's are as quick
-(docs/experiments.md)."""
+"""Up to so many rows the native products are the quicker ones, and they take no more (``MAX_ROWS``
+of native.c); from 128 on oneDNN's are as quick (docs/experiments.md)."""
 
-_FLOAT_BYTES = 4
+TILE_ROWS = 192
+"""Query heads (of one KV head) times rows that attend together: they share the reading of K and V,
+and their queries and sums stay in the cache."""
 
 
-class _WatchedGroup:
-    """A group whose span is watched; its rotated queries lie folded in the group's scratch."""
+class _WatchedRows:
+    """Those rows of a block that belong to a span which is watched."""
 
-    def __init__(
-        self, shape: HeadShape, span: Span, group: Masked, positions: torch.Tensor
-    ) -> None:
-        """``positions`` are the group's rows'."""
-        self._span, self._positions, self._scale = span, positions, shape.scale
-        rows = len(positions)
-        folded = group.queries[0, :, : rows * shape.group]
-        split = (shape.kv_heads, rows, shape.group, shape.head_dim)
-        self._queries = folded.view(split).transpose(1, 2)
+    def __init__(self, shape: HeadShape, span: Span, rows: slice, positions: torch.Tensor) -> None:
+        """``rows`` are the block's, ``positions`` theirs."""
+        self._shape, self._span, self._rows, self._positions = shape, span, rows, positions
+        self.layers = span.watch.layers
 
-    def attend(self, layer: int) -> None:
-        """Tell the watch."""
-        self._span.tell_watch(layer, self._queries, self._positions, scaling=self._scale)
+    def attend(self, layer: int, rotated: torch.Tensor) -> None:
+        """Tell the watch, of the block's rotated heads ``[rows, all heads, head_dim]``."""
+        queries = rotated[self._rows, : self._shape.heads].transpose(0, 1)
+        self._span.tell_watch(layer, queries, self._positions, scaling=self._shape.scale)
 
 
 class _Block:
@@ -51,51 +49,55 @@ class _Block:
 
     def __init__(
         self,
+        shape: HeadShape,
+        spans: Sequence[Span],
         rows: slice,
-        groups: Sequence[Masked],
-        watched: Sequence[_WatchedGroup],
         *,
         hidden: torch.Tensor,
+        positions: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        slots: np.ndarray,
-        head_group: int,
     ) -> None:
-        """``hidden`` and ``rotary`` are the block's rows; ``slots`` as :func:`_slots` has them."""
+        """``spans`` are the step's, ``hidden``, ``positions`` and ``rotary`` the block's rows."""
         count = rows.stop - rows.start
-        self.rows, self.groups, self.hidden = rows, groups, hidden
-        self._watched = watched
-        table = np.empty((8, count), np.int64)
-        table[:4] = slots
-        row_bytes = head_group * _FLOAT_BYTES
-        for number, group in enumerate(groups):
-            mine = slice(group.row_start - rows.start, group.row_stop - rows.start)
-            index = np.arange(mine.stop - mine.start)
-            queries = group.queries
-            table[4, mine] = queries.data_ptr() + index * (row_bytes * queries.shape[3])
-            table[5, mine] = queries.stride(1)
-            table[6, mine] = number
-            table[7, mine] = index
-        self._attended = np.empty(len(groups), np.int64)
+        self.rows, self.hidden, self._shape = rows, hidden, shape
+        self.watched: list[_WatchedRows] = []
+        tile_rows, starts = max(TILE_ROWS // shape.group, 1), []
+        table = np.empty((4, count), np.int64)
+        for span in spans:
+            start, stop = max(span.row_start, rows.start), min(span.row_stop, rows.stop)
+            if start >= stop:
+                continue
+            mine = slice(start - rows.start, stop - rows.start)
+            layer, value, head, _, _ = span.buffer.data.stride()
+            table[:, mine] = [[span.buffer.data.data_ptr()], [layer], [value], [head]]
+            starts.extend(range(mine.start, mine.stop, tile_rows))
+            if span.watch.layers:
+                self.watched.append(_WatchedRows(shape, span, mine, positions[mine]))
+        tiles = np.array([*starts, count], np.int64)
         cosines, sines = rotary
         self.step = NativeStep(
             count,
             hidden.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
-            *(table.ctypes.data + row * count * table.itemsize for row in range(8)),
-            self._attended.ctypes.data,
+            positions.data_ptr(),
+            *(table.ctypes.data + row * count * table.itemsize for row in range(4)),
+            len(starts),
+            tile_rows,
+            tiles.ctypes.data,
             None,
             torch.get_num_threads(),
         )
-        self.step.kept = (table, cosines, sines)
+        self.step.kept = (table, tiles, positions, cosines, sines)
 
-    def attend(self, layer: int) -> list[torch.Tensor]:
-        """Attention of all groups: valid for the kernels as long as what is returned lives."""
-        attended = [group.attended(layer).contiguous() for group in self.groups]
-        self._attended[:] = [each.data_ptr() for each in attended]
-        for group in self._watched:
-            group.attend(layer)
-        return attended
+    def tell_watches(self, layer: int, qkv: torch.Tensor) -> None:
+        """Of attention just done; ``qkv`` starts with the block's rotated heads, row by row."""
+        if self.watched:
+            heads = self._shape.heads + 2 * self._shape.kv_heads
+            rotated = qkv.view(-1)[: len(self.hidden) * heads * self._shape.head_dim]
+            rotated = rotated.view(len(self.hidden), heads, self._shape.head_dim)
+            for each in self.watched:
+                each.attend(layer, rotated)
 
 
 class NativeLlamaRunner(FusedLlamaRunner):
@@ -107,8 +109,6 @@ class NativeLlamaRunner(FusedLlamaRunner):
         self._native = native_library()
         self._native_weights = NativeWeights(self._native, weights)
         self._shape = self._native_weights.shape.address
-        self._layers = [layer.address for layer in self._native_weights.layers]
-        self._masked = uniform_groups(weights.shape)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
@@ -121,90 +121,116 @@ class NativeLlamaRunner(FusedLlamaRunner):
         blocks = self._native_blocks(step, hidden)
         if hidden.shape[0] <= SMALL_ROWS:
             self._run_small(blocks[0])
-        else:
-            self._run_large(blocks)
-        return self._head(hidden, step.logit_rows)
+            return self._head(hidden[step.logit_rows])
+        return self._head(self._run_large(blocks, step.logit_rows))
 
     def _native_blocks(self, step: Step, hidden: torch.Tensor) -> list[_Block]:
         total = step.token_ids.shape[0]
         size = -(-total // -(-total // BLOCK_ROWS))
-        groups = list(self._masked(step.spans, step.positions, size))
         needed = max(span.last_position for span in step.spans) + 1
         cosines, sines = self._rotary.rows(step.positions, needed)
-        slots = _slots(step.spans, step.positions.numpy())
         blocks = []
         for start in range(0, total, size):
             rows = slice(start, min(start + size, total))
-            mine = [group for group in groups if rows.start <= group.row_start < rows.stop]
             blocks.append(
                 _Block(
+                    self._weights.shape,
+                    step.spans,
                     rows,
-                    mine,
-                    self._watched(step, mine),
                     hidden=hidden[rows],
+                    positions=step.positions[rows],
                     rotary=(cosines[rows], sines[rows]),
-                    slots=slots[:, rows],
-                    head_group=self._weights.shape.group,
                 )
             )
         return blocks
 
-    def _watched(self, step: Step, groups: Sequence[Masked]) -> list[_WatchedGroup]:
-        return [
-            _WatchedGroup(
-                self._weights.shape, span, group, step.positions[group.row_start : group.row_stop]
-            )
-            for span in step.spans
-            if span.watch.layers
-            for group in groups
-            if span.row_start <= group.row_start < span.row_stop
-        ]
-
-    def _run_small(self, block: _Block) -> None:
-        """All layers over ``block.hidden``, in place."""
-        step, run = block.step, self._native.rakv_layer
-        floats = self._native.rakv_scratch(self._shape, step.rows, step.threads)
+    def _scratch(self, step: NativeStep, rows: int) -> torch.Tensor:
+        """Scratch of a small step's rows (or, of none, what attention needs), told to the step."""
+        floats = self._native.rakv_scratch(self._shape, rows, step.tile_rows, step.threads)
         scratch = torch.empty(floats)
         step.scratch = scratch.data_ptr()
-        shape, where = self._shape, step.address
-        run(shape, where, None, self._layers[0], -1)
-        following = [*self._layers[1:], None]
-        for number, (layer, then) in enumerate(zip(self._layers, following, strict=True)):
-            attended = block.attend(number)
-            run(shape, where, layer, then, number)
-            del attended
+        return scratch
 
-    def _run_large(self, blocks: Sequence[_Block]) -> None:
+    def _run_small(self, block: _Block) -> None:
+        """All layers over ``block.hidden``, in place; in one call unless a watch wants to see."""
+        step, layers = block.step, self._native_weights.layers
+        scratch = self._scratch(step, step.rows)
+        heads = self._weights.shape
+        rotated = scratch[step.rows * heads.heads * heads.head_dim :]
+        stops = set().union(*(watched.layers for watched in block.watched))
+        first = 0
+        for last in sorted(stops | {len(layers) - 1}):
+            self._native.rakv_layers(
+                self._shape, step.address, ctypes.addressof(layers), first, last + 1
+            )
+            block.tell_watches(last, rotated)
+            first = last + 1
+
+    def _run_large(self, blocks: Sequence[_Block], logit_rows: torch.Tensor) -> torch.Tensor:
         """All layers over the blocks' ``hidden``, in place, layer by layer: a block attends to the
-        ones before it."""
+        ones before it. Behind the last attention only ``logit_rows`` go on: ``[R, hidden]``."""
         normed = [torch.empty_like(block.hidden) for block in blocks]
-        first = self._weights.layers[0].input_norm
+        scratch = self._scratch(blocks[0].step, 0)
         for block, x in zip(blocks, normed, strict=True):
-            self._add_norm(block.hidden, None, first, x)
-        norms = [layer.input_norm for layer in self._weights.layers[1:]]
-        following = [*norms, None]
-        for number, layer in enumerate(self._weights.layers):
+            block.step.scratch = scratch.data_ptr()
+            self._add_norm(block.hidden, None, self._weights.layers[0].input_norm, x)
+        last = len(self._weights.layers) - 1
+        for number in range(last):
+            then = self._weights.layers[number + 1].input_norm
             for block, x in zip(blocks, normed, strict=True):
-                self._run_layer_large(number, layer, block, x, following[number])
+                attended = self._attend(number, block, x)
+                self._finish_layer(number, block.hidden, attended, x, then)
+        result = blocks[0].hidden.new_empty(len(logit_rows), blocks[0].hidden.shape[1])
+        for block, x in zip(blocks, normed, strict=True):
+            wanted = (logit_rows >= block.rows.start) & (logit_rows < block.rows.stop)
+            rows = logit_rows[wanted] - block.rows.start
+            if not len(rows):
+                block.step.tiles = 0  # K and V are all that is wanted
+            attended = self._attend(last, block, x)[rows]
+            hidden = block.hidden[rows]
+            self._finish_layer(last, hidden, attended, torch.empty_like(hidden), None)
+            result[wanted] = hidden
+        return result
 
-    def _run_layer_large(
-        self, number: int, layer: Layer, block: _Block, x: torch.Tensor, then: torch.Tensor | None
-    ) -> None:
-        """One layer over normed rows ``x``, which become the next layer's (``then``: its norm)."""
-        native, where, rows = self._native, block.step.address, x.shape[0]
+    def _attend(self, number: int, block: _Block, x: torch.Tensor) -> torch.Tensor:
+        """Attention of a layer over the block's normed rows ``x``; stores their K and V."""
+        layer = self._weights.layers[number]
         qkv = layer.qkv.apply(x, Kernel.PACKED)
-        native.rakv_place(self._shape, where, qkv.data_ptr(), number)
-        parts = block.attend(number)
-        attended = x.new_empty(rows, layer.output.weight.shape[1])
-        native.rakv_gather(self._shape, where, attended.data_ptr())
-        del parts
-        update = layer.output.apply(attended, Kernel.PACKED)
-        self._add_norm(block.hidden, update, layer.mlp_norm, x)
-        gate_up = layer.gate_up.apply(x, Kernel.PACKED)
+        attended = x.new_empty(x.shape[0], layer.output.weight.shape[1])
+        step = block.step.address
+        self._native.rakv_attend(self._shape, step, qkv.data_ptr(), number, attended.data_ptr())
+        block.tell_watches(number, qkv)
+        return attended
+
+    def _finish_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        x: torch.Tensor,
+        then: torch.Tensor | None,
+    ) -> None:
+        """The layer behind its attention, into ``hidden``; its norm by ``then`` into ``x``."""
+        rows, threads = hidden.shape[0], torch.get_num_threads()
+        if rows == 0:
+            return
+        layer, native = self._weights.layers[number], self._native_weights.layers[number]
+        update = self._product(layer.output, native.output, attended)
+        self._add_norm(hidden, update, layer.mlp_norm, x)
+        gate_up = self._product(layer.gate_up, native.gate_up, x)
         inner = x.new_empty(rows, layer.down.weight.shape[1])
-        threads = block.step.threads
-        native.rakv_activate(self._shape, gate_up.data_ptr(), inner.data_ptr(), rows, threads)
-        self._add_norm(block.hidden, layer.down.apply(inner, Kernel.PACKED), then, x)
+        self._native.rakv_activate(self._shape, gate_up.data_ptr(), inner.data_ptr(), rows, threads)
+        self._add_norm(hidden, self._product(layer.down, native.down, inner), then, x)
+
+    def _product(self, linear: Linear, native: NativeWeight, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, in] -> [rows, out]``, by the kernels for as many rows."""
+        rows = x.shape[0]
+        if rows > SMALL_ROWS:
+            return linear.apply(x, Kernel.PACKED)
+        out = x.new_empty(rows, linear.outputs)
+        threads = torch.get_num_threads()
+        self._native.rakv_product(native.address, x.data_ptr(), rows, out.data_ptr(), threads)
+        return out
 
     def _add_norm(
         self,
@@ -224,37 +250,10 @@ class NativeLlamaRunner(FusedLlamaRunner):
             torch.get_num_threads(),
         )
 
-    def _head(self, hidden: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        count, weights = logit_rows.shape[0], self._weights
-        if count == 0:
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows."""
+        if hidden.shape[0] == 0:
             return hidden.new_empty(0, self.vocab_size)
-        normed = hidden.new_empty(count, hidden.shape[1])
-        if count > SMALL_ROWS:
-            self._add_norm(hidden[logit_rows], None, weights.final_norm, normed)
-            return weights.head.apply(normed, Kernel.PACKED)
-        logits = hidden.new_empty(count, self.vocab_size)
-        width = hidden.shape[1] * _FLOAT_BYTES
-        places = hidden.data_ptr() + logit_rows.numpy() * width
-        self._native.rakv_head(
-            self._shape,
-            places.ctypes.data,
-            count,
-            weights.final_norm.data_ptr(),
-            self._native_weights.head.address,
-            normed.data_ptr(),
-            logits.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return logits
-
-
-def _slots(spans: Sequence[Span], positions: np.ndarray) -> np.ndarray:
-    """Per row the address of its K in the first layer, and its buffer's strides from layer to
-    layer, from K to V and from head to head: int64 ``[4, rows]``."""
-    table = np.empty((4, len(positions)), np.int64)
-    for span in spans:
-        data, rows = span.buffer.data, slice(span.row_start, span.row_stop)
-        layer, value, head, slot, _ = data.stride()
-        table[0, rows] = data.data_ptr() + positions[rows] * (slot * _FLOAT_BYTES)
-        table[1:, rows] = np.array([[layer], [value], [head]])
-    return table
+        normed = torch.empty_like(hidden)
+        self._add_norm(hidden, None, self._weights.final_norm, normed)
+        return self._product(self._weights.head, self._native_weights.head, normed)

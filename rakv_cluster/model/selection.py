@@ -108,7 +108,8 @@ def _fused(model: PreTrainedModel, generic: Runner, options: KernelOptions) -> C
     )
 
 
-_NATIVE, _UNIFORM = "uniform,native", "uniform"
+# Counted up whenever the kernels round differently: KV of another class is not reused.
+_NATIVE, _UNIFORM = "uniform,native2", "uniform"
 _BITWISE = (_NATIVE, _UNIFORM)
 
 

@@ -44,11 +44,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(kind: str = "llama") -> LlamaForCausalLM | Qwen2ForCausalLM:
+def build(kind: str = "llama", **sizes: int) -> LlamaForCausalLM | Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         if kind == "llama":
-            return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+            return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).eval()
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval()
         for name, value in model.named_parameters():
             if name.endswith("bias"):  # zero at first: would not notice a lost bias
@@ -109,6 +109,40 @@ def test_logits_are_the_stock_forwards(kind: str, token_ids: tuple[torch.Tensor,
         torch.testing.assert_close(logits, expected[start:stop], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(8, 4, 16), (4, 2, 80), (2, 2, 128), (6, 1, 64)]
+)
+def test_heads_of_any_size_and_number(
+    heads: int, kv_heads: int, head_dim: int, token_ids: tuple[torch.Tensor, ...]
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    model = build(**sizes)
+    with torch.inference_mode():
+        expected = model(token_ids[0][None]).logits[0]
+    runner = native_runner(model)
+    every = torch.arange(LENGTH)
+    whole = forward(runner, [(buffer(runner), token_ids[0], every)])
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-4)
+    target = buffer(runner)
+    for start, stop in ((0, 70), (70, 71), (71, 76), (76, 140), (140, LENGTH)):
+        logits = forward(runner, [(target, token_ids[0], every[start:stop])])
+        assert torch.equal(logits, whole[start:stop])
+
+
+def test_a_poisoned_sequence_stays_alone(
+    runner: NativeLlamaRunner, token_ids: tuple[torch.Tensor, ...]
+) -> None:
+    healthy, sick = buffer(runner), buffer(runner)
+    for target in (healthy, sick):
+        forward(runner, [(target, token_ids[0], torch.arange(70))])
+    expected = forward(runner, [(healthy, token_ids[0], torch.arange(70, 72))])
+    sick.data[0, 0, 0, 3] = float("nan")
+    both = [(each, token_ids[0], torch.arange(70, 72)) for each in (sick, healthy)]
+    logits = forward(runner, both)
+    assert logits[:2].isnan().all()
+    assert torch.equal(logits[2:], expected)
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     """Steps of (sequence, rows): both sequences run to their ends in random pieces."""
@@ -135,8 +169,8 @@ def test_bits_depend_on_no_schedule(
     whole = [buffer(runner), buffer(runner)]
     every = torch.arange(LENGTH)
     expected = [forward(runner, [(whole[i], token_ids[i], every)]) for i in (0, 1)]
-    # left-overs of earlier leases behind the last position are read under a mask
-    buffers, done = [buffer(runner, 7.0), buffer(runner, 7.0)], [0, 0]
+    # what earlier leases left behind the last position is not even read
+    buffers, done = [buffer(runner, float("nan")), buffer(runner, float("nan"))], [0, 0]
     torch.set_num_threads(threads)
     try:
         for pieces in schedule:
@@ -210,7 +244,7 @@ def test_a_watch_sees_what_it_sees_of_the_fused_decoder(
 def test_they_are_chosen_where_they_can_be(runner: NativeLlamaRunner) -> None:
     chosen = choose_runner(build(), context_tokens=512, options=KernelOptions())
     assert isinstance(chosen.runner, NativeLlamaRunner)
-    assert chosen.kernels == "fused[uniform,native]"
+    assert chosen.kernels == "fused[uniform,native2]"
     assert chosen.numerics.bitwise
 
 
