@@ -163,20 +163,27 @@ class TenantShares:
 def _prefill_budget(
     singles: Sequence[Candidate], oldest: Candidate, limits: StepLimits, costs: CostView
 ) -> int:
-    """Prompt tokens that keep the running streams' gap within the factor; all if none runs."""
+    """Prompt tokens that keep the running streams' gap within the factor; all if none runs.
+
+    What prompt tokens cost beside a stream is a difference of two measured times, both noisy, and
+    the first of them ride along while the step waits for memory. So a step is taken to grow in
+    proportion to all of its time, from a number of rows for which that is measured to less than
+    twice as many, and no further where twice as many were too slow.
+    """
     streams = sum(each.streaming for each in singles)
     if not streams:
         return limits.max_step_tokens
-    spare_ms = (limits.gap_factor - 1.0) * costs.decode_ms(len(singles))
-    # The rate depends on the number of rows it is asked for, so settle on both together.
+    decode_ms = costs.decode_ms(len(singles))
+    limit_ms = limits.gap_factor * decode_ms
     tokens = limits.min_prefill_tokens
     while tokens < limits.max_step_tokens:
         wider = 2 * tokens
-        if wider * costs.prefill_rate_ms(wider, oldest.position) > spare_ms:
+        if decode_ms + wider * costs.prefill_rate_ms(wider, oldest.position) > limit_ms:
             break
         tokens = wider
-    fits = int(spare_ms / costs.prefill_rate_ms(tokens, oldest.position))
-    return max(limits.min_prefill_tokens, min(fits, 2 * tokens))
+    step_ms = decode_ms + tokens * costs.prefill_rate_ms(tokens, oldest.position)
+    fits = int(tokens * limit_ms / step_ms)
+    return max(limits.min_prefill_tokens, min(fits, 2 * tokens - 1))
 
 
 def _divide(

@@ -28,8 +28,8 @@ class EngineSettings:
     max_running: int = 16
     max_waiting: int = 256
     max_step_tokens: int = 512
-    min_prefill_tokens: int = 16
-    decode_gap_factor: float = 3.0
+    min_prefill_tokens: int = 8
+    decode_gap_factor: float = 2.75
     growth_tokens: int = 256
     loader_threads: int = 2
     load_deadline_s: float = 5.0

@@ -26,8 +26,12 @@ SMALL_ROWS = 64
 of native.c); from 128 on oneDNN's are as quick (docs/experiments.md)."""
 
 TILE_ROWS = 192
-"""Query heads (of one KV head) times rows that attend together: they share the reading of K and V,
-and their queries and sums stay in the cache."""
+"""Most query heads (of one KV head) times rows that attend together: they share the reading of K
+and V, and their queries and sums stay in the cache."""
+
+_LEAST_TILE, _TILES = 8, 4
+"""A span is cut into four or more tiles, so that threads share it evenly, but none of fewer than so
+many rows: every tile transposes the keys for itself."""
 
 
 class _WatchedRows:
@@ -68,9 +72,9 @@ class _Block:
             if start >= stop:
                 continue
             mine = slice(start - rows.start, stop - rows.start)
-            layer, value, head, _, _ = span.buffer.data.stride()
-            table[:, mine] = [[span.buffer.data.data_ptr()], [layer], [value], [head]]
-            starts.extend(range(mine.start, mine.stop, tile_rows))
+            data = span.buffer.data
+            table[:, mine] = np.array([[data.data_ptr(), *data.stride()[:3]]]).T
+            starts.extend(_tiles(mine, tile_rows))
             if span.watch.layers:
                 self.watched.append(_WatchedRows(shape, span, mine, positions[mine]))
         tiles = np.array([*starts, count], np.int64)
@@ -155,14 +159,11 @@ class NativeLlamaRunner(FusedLlamaRunner):
         """All layers over ``block.hidden``, in place; in one call unless a watch wants to see."""
         step, layers = block.step, self._native_weights.layers
         scratch = self._scratch(step, step.rows)
-        heads = self._weights.shape
-        rotated = scratch[step.rows * heads.heads * heads.head_dim :]
-        stops = set().union(*(watched.layers for watched in block.watched))
-        first = 0
-        for last in sorted(stops | {len(layers) - 1}):
-            self._native.rakv_layers(
-                self._shape, step.address, ctypes.addressof(layers), first, last + 1
-            )
+        rotated = scratch[step.rows * self._weights.shape.heads * self._weights.shape.head_dim :]
+        stops = {len(layers) - 1}.union(*(each.layers for each in block.watched))
+        first, at = 0, ctypes.addressof(layers)
+        for last in sorted(stops):
+            self._native.rakv_layers(self._shape, step.address, at, first, last + 1)
             block.tell_watches(last, rotated)
             first = last + 1
 
@@ -257,3 +258,11 @@ class NativeLlamaRunner(FusedLlamaRunner):
         normed = torch.empty_like(hidden)
         self._add_norm(hidden, None, self._weights.final_norm, normed)
         return self._product(self._weights.head, self._native_weights.head, normed)
+
+
+def _tiles(rows: slice, most: int) -> list[int]:
+    """First rows of about equal parts of ``rows``, of at most ``most`` rows."""
+    count = rows.stop - rows.start
+    wanted = min(most, max(_LEAST_TILE, -(-count // _TILES)))
+    pieces = -(-count // wanted)
+    return [rows.start + count * piece // pieces for piece in range(pieces)]

@@ -57,7 +57,7 @@ class CostView:
         """Milliseconds per token for a step of ``rows`` prompt tokens at ``context`` tokens."""
         row, depth = _row_bucket(rows), _context_bucket(context)
         cell = min(
-            self.prefill_ms_per_token, key=lambda k: (2 * abs(k[0] - row) + abs(k[1] - depth), k)
+            self.prefill_ms_per_token, key=lambda k: (abs(k[0] - row) + abs(k[1] - depth), k)
         )
         return self.prefill_ms_per_token[cell]
 

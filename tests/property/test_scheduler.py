@@ -117,6 +117,20 @@ def test_a_prompt_beside_streams_keeps_the_step_within_the_gap(
     assert fits or tokens <= bounds.min_prefill_tokens
 
 
+def test_what_was_too_slow_at_this_context_is_not_granted_for_being_quick_at_another() -> None:
+    bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0)
+    measured = Costs(step_tokens=512)
+    measured.observe_decode(1, 14.0)
+    for rows in (16, 32, 64):
+        measured.observe_prefill(0, rows, 0.8 * rows)
+    measured.observe_prefill(2000, 32, 62.0)
+
+    candidates = [Candidate(0, "a", 100, 1, True), Candidate(1, "a", 2000, 4000, False)]
+    tokens = plan_step(candidates, {}, bounds, measured.view(0.0))[-1].tokens
+
+    assert 8 <= tokens <= 28 / (62 / 32)
+
+
 def test_without_streams_a_prompt_gets_the_whole_step() -> None:
     bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=16, gap_factor=3.0)
 
