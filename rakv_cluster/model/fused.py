@@ -27,7 +27,7 @@ _NO_BLOCKS = 1 << 30
 """On an accelerator all rows run together."""
 
 
-class _WatchedRows:
+class WatchedRows:
     """Those rows of a block that belong to a span which is watched."""
 
     def __init__(
@@ -35,6 +35,7 @@ class _WatchedRows:
     ) -> None:
         """``positions`` are those of the whole step; the block has its rows ``[start, stop)``."""
         rows = slice(max(span.row_start, start), min(span.row_stop, stop))
+        self.layers = span.watch.layers
         self._shape, self._span = shape, span
         self._positions = positions[rows].to(span.buffer.data.device)
         self._rows = slice(rows.start - start, rows.stop - start)
@@ -61,7 +62,7 @@ class _Block:
         kernel: Kernel,
         rotary: tuple[torch.Tensor, torch.Tensor],
         groups: list[RowGroup],
-        watched: list[_WatchedRows],
+        watched: list[WatchedRows],
     ) -> None:
         """``rotary`` is cos and sin, ``[padded, 1, head_dim]``."""
         padded = rotary[0].shape[0]
@@ -183,7 +184,7 @@ class FusedLlamaRunner:
             rotary = self._rotary.rows(positions.to(self.device), needed)
             mine = [group for group in groups if start <= group.row_start < stop]
             watched = [
-                _WatchedRows(self._weights.shape, span, step.positions, start, stop)
+                WatchedRows(self._weights.shape, span, step.positions, start, stop)
                 for span in step.spans
                 if span.watch.layers and span.row_start < stop and start < span.row_stop
             ]

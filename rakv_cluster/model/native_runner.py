@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner
+from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner, WatchedRows
 from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel, Linear
 from rakv_cluster.model.llama import LlamaWeights
 from rakv_cluster.model.native import NativeStep, NativeWeight, NativeWeights, native_library
 from rakv_cluster.model.row_attention import HeadShape
-from rakv_cluster.model.step import Span, Step, check_spans
+from rakv_cluster.model.step import Step, check_spans
 
 SMALL_ROWS = 64
 """Up to so many rows the native products are the quicker ones, and they take no more (``MAX_ROWS``
@@ -34,40 +34,25 @@ _LEAST_TILE, _TILES = 8, 4
 many rows: every tile transposes the keys for itself."""
 
 
-class _WatchedRows:
-    """Those rows of a block that belong to a span which is watched."""
-
-    def __init__(self, shape: HeadShape, span: Span, rows: slice, positions: torch.Tensor) -> None:
-        """``rows`` are the block's, ``positions`` theirs."""
-        self._shape, self._span, self._rows, self._positions = shape, span, rows, positions
-        self.layers = span.watch.layers
-
-    def attend(self, layer: int, rotated: torch.Tensor) -> None:
-        """Tell the watch, of the block's rotated heads ``[rows, all heads, head_dim]``."""
-        queries = rotated[self._rows, : self._shape.heads].transpose(0, 1)
-        self._span.tell_watch(layer, queries, self._positions, scaling=self._shape.scale)
-
-
 class _Block:
     """Rows of a step that run through each layer together, as the kernels see them."""
 
     def __init__(
         self,
         shape: HeadShape,
-        spans: Sequence[Span],
+        step: Step,
         rows: slice,
         *,
         hidden: torch.Tensor,
-        positions: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """``spans`` are the step's, ``hidden``, ``positions`` and ``rotary`` the block's rows."""
+        """``hidden`` and ``rotary`` are the block's rows."""
         count = rows.stop - rows.start
         self.rows, self.hidden, self._shape = rows, hidden, shape
-        self.watched: list[_WatchedRows] = []
+        self.watched: list[WatchedRows] = []
         tile_rows, starts = max(TILE_ROWS // shape.group, 1), []
         table = np.empty((4, count), np.int64)
-        for span in spans:
+        for span in step.spans:
             start, stop = max(span.row_start, rows.start), min(span.row_stop, rows.stop)
             if start >= stop:
                 continue
@@ -76,7 +61,8 @@ class _Block:
             table[:, mine] = np.array([[data.data_ptr(), *data.stride()[:3]]]).T
             starts.extend(_tiles(mine, tile_rows))
             if span.watch.layers:
-                self.watched.append(_WatchedRows(shape, span, mine, positions[mine]))
+                self.watched.append(WatchedRows(shape, span, step.positions, rows.start, rows.stop))
+        positions = step.positions[rows].contiguous()
         tiles = np.array([*starts, count], np.int64)
         cosines, sines = rotary
         self.step = NativeStep(
@@ -139,10 +125,9 @@ class NativeLlamaRunner(FusedLlamaRunner):
             blocks.append(
                 _Block(
                     self._weights.shape,
-                    step.spans,
+                    step,
                     rows,
                     hidden=hidden[rows],
-                    positions=step.positions[rows],
                     rotary=(cosines[rows], sines[rows]),
                 )
             )
