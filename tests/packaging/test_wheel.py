@@ -25,10 +25,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_it_holds_every_module_and_the_type_marker(wheel: Path) -> None:
+def test_it_holds_every_module_the_kernels_and_the_type_marker(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "rakv_cluster").rglob("*.py")}
-    assert modules <= names
+    for suffix in (".py", ".c", ".h"):
+        files = (REPOSITORY / "rakv_cluster").rglob(f"*{suffix}")
+        assert {str(path.relative_to(REPOSITORY)) for path in files} <= names
     assert "rakv_cluster/py.typed" in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
 
