@@ -152,6 +152,12 @@ class Settings(BaseModel):
         description="`max_kl` of blended requests that do not say: nats per token, the 95th "
         "percentile that the model's calibration must show",
     )
+    calibration_prompts: int = Field(
+        16,
+        ge=0,
+        description="prompts by which a model without calibration is measured, whenever the "
+        "service is idle, once a request asks it to blend; 0: only by `rakv calibrate`",
+    )
     price_loads: bool = Field(
         True, description="load stored KV only where that should be faster than computing it"
     )

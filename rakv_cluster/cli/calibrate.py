@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pydoc
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,21 +14,8 @@ from rakv_cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from rakv_cluster.reuse.calibration import Calibration
-    from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
-    from rakv_cluster.serving.prompting import PromptRenderer
 
-_SYSTEM = "You are a helpful assistant. Answer from the documents."
-_QUESTION = "Summarize what the documents say about {name}."
-_DOCUMENTS = 6
 _FEWEST_PROMPTS = 4
-_MODULES = (
-    "argparse", "asyncio", "calendar", "codecs", "collections", "configparser", "copy", "csv",
-    "datetime", "decimal", "difflib", "email", "fractions", "ftplib", "getopt", "heapq", "hmac",
-    "inspect", "ipaddress", "json", "logging", "mailbox", "math", "multiprocessing", "optparse",
-    "os", "pathlib", "pickle", "random", "re", "sched", "shelve", "shutil", "socket", "sqlite3",
-    "ssl", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
-    "timeit", "tokenize", "trace", "turtle", "unittest", "uuid", "warnings", "weakref", "zipfile",
-)  # fmt: skip
 
 
 def calibrate(
@@ -70,6 +54,10 @@ def calibrate(
         save_calibration,
     )
     from rakv_cluster.reuse.probing import probe_settings  # noqa: PLC0415
+    from rakv_cluster.serving.calibration_texts import (  # noqa: PLC0415
+        STANDARD_LIBRARY,
+        calibration_prompts,
+    )
     from rakv_cluster.serving.prompting import PromptRenderer  # noqa: PLC0415
 
     console = Console()
@@ -82,8 +70,8 @@ def calibrate(
     if loaded.rotation.refusal:
         raise ConfigError(f"this model cannot blend: {loaded.rotation.refusal}")
     renderer = PromptRenderer(loaded.tokenizer)
-    cases = _prompts(renderer, texts, prompts, document_tokens)
-    origin = str(texts) if texts else "standard library"
+    cases = calibration_prompts(renderer, texts, count=prompts, tokens=document_tokens)
+    origin = str(texts) if texts else STANDARD_LIBRARY
     path = calibration_path(settings.cache_path, loaded.card.digest)
     curves = measure_curves(
         loaded.runner,
@@ -127,79 +115,3 @@ def _show(console: Console, calibration: Calibration, path: Path) -> None:
             way = "with" if probed else "without"
             console.print(f"max_kl {budget}, {way} probe: {met}", highlight=False, soft_wrap=True)
     console.print(f"kept in {path}", highlight=False, soft_wrap=True)
-
-
-def _prompts(
-    renderer: PromptRenderer, folder: Path | None, count: int, tokens: int
-) -> list[FidelityPrompt]:
-    """Prompts of six documents of their own each; raises :class:`ConfigError` for too few texts."""
-    from rakv_cluster.reuse.calibrating import shuffled_prompt  # noqa: PLC0415
-
-    rng = np.random.default_rng(1)
-    pieces = list(_pieces(_texts(folder), 4 * tokens, count * _DOCUMENTS))
-    if len(pieces) < count * _DOCUMENTS:
-        raise ConfigError(
-            f"{folder or 'the standard library'} gives {len(pieces)} documents of about {tokens} "
-            f"tokens; {count} prompts need {count * _DOCUMENTS}"
-        )
-    order = rng.permutation(len(pieces))
-    cases = []
-    for start in range(0, count * _DOCUMENTS, _DOCUMENTS):
-        chosen = [pieces[index] for index in order[start : start + _DOCUMENTS]]
-        # Asked about the last one; the donors were asked about the first.
-        (front, documents, question), (_, _, donor_question) = (
-            _parts(renderer, chosen, name) for name, _ in (chosen[-1], chosen[0])
-        )
-        cases.append(
-            shuffled_prompt(front, documents, question, rng, donor_question=donor_question)
-        )
-    return cases
-
-
-def _parts(
-    renderer: PromptRenderer, chosen: Sequence[tuple[str, str]], name: str
-) -> tuple[Ids, tuple[Ids, ...], Ids]:
-    """What stands in front of the documents, they themselves, and the question about ``name``."""
-    from rakv_cluster.serving.template import Document, Message  # noqa: PLC0415
-
-    messages = [Message("system", _SYSTEM), Message("user", _QUESTION.format(name=name))]
-    rendered = renderer.chat(messages, [Document(text, each) for each, text in chosen])
-    if not rendered.documents:
-        raise ConfigError("this model's chat template does not keep documents apart")
-    first, last = rendered.documents[0], rendered.documents[-1]
-    segments = rendered.segments
-    return _joined(segments[:first]), segments[first : last + 1], _joined(segments[last + 1 :])
-
-
-def _pieces(
-    texts: Iterator[tuple[str, str]], characters: int, wanted: int
-) -> Iterator[tuple[str, str]]:
-    """Texts cut into documents of about so many characters, at line ends; some of each text."""
-    share = 8
-    taken = 0
-    for name, text in texts:
-        lines: list[str] = []
-        of_this = 0
-        for line in text.splitlines(keepends=True):
-            lines.append(line)
-            if sum(map(len, lines)) >= characters:
-                yield name, "".join(lines)
-                lines = []
-                of_this += 1
-                taken += 1
-            if of_this == share or taken >= 4 * wanted:
-                break
-
-
-def _texts(folder: Path | None) -> Iterator[tuple[str, str]]:
-    if folder is None:
-        for name in _MODULES:
-            yield name, pydoc.plain(pydoc.render_doc(name))
-        return
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        yield path.stem, path.read_text(encoding="utf-8", errors="ignore")
-
-
-def _joined(segments: Sequence[Ids]) -> Ids:
-    return tuple(token_id for segment in segments for token_id in segment)

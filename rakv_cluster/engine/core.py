@@ -125,6 +125,11 @@ class EngineCore:
         return self._failed_steps < self._settings.failure_limit
 
     @property
+    def open_requests(self) -> int:
+        """Requests that have not ended; any thread may ask."""
+        return len(self._open)
+
+    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of requests that are not admitted yet; any thread may ask."""
         return sum(sequence.prompt_tokens for sequence in tuple(self._waiting))

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.core import EngineCore
+from rakv_cluster.engine.idle import IdleRunner
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.sequence import Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 _SAVER_QUEUE = 4096
 _LONGEST_RETRY_S = 60.0
 _LONGEST_IDLE_S = 60.0
+_QUIET_S = 0.2
+"""Without requests, before other work begins: the next one of a conversation may follow at once."""
 
 
 class Engine:
@@ -72,6 +75,8 @@ class Engine:
         self._stopping = False
         self._broken = ""
         self._thread = threading.Thread(target=self._run, name="rakv-engine", daemon=True)
+        self._idle = IdleRunner(runner, self._woken.set)
+        self._busy_s = float("-inf")
         self._core = EngineCore(
             runner,
             store,
@@ -102,6 +107,7 @@ class Engine:
         with self._lock:
             self._stopping = True
         self._woken.set()
+        self._idle.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._loaders.close(timeout_s)
@@ -147,6 +153,12 @@ class Engine:
         """Wait, for a bounded time, until KV on its way to the store is there."""
         self._core.settle(keys)
 
+    @property
+    def idle_runner(self) -> Runner:
+        """The model for other threads' work that nobody waits for: it is run when no request is
+        open."""
+        return self._idle
+
     def stats(self) -> EngineStats:
         """Sizes now and totals since start."""
         return self._core.stats()
@@ -169,8 +181,18 @@ class Engine:
         ms = tokens * self._core.stats().prefill_ms_per_token
         return min(max(ms / 1e3, 1.0), _LONGEST_RETRY_S)
 
+    def _use_idle_time(self) -> bool:
+        """Do a piece of what nobody waits for; False if there is none, or it is not its time."""
+        return self._quiet_in_s() <= 0 and self._idle.run_one()
+
+    def _quiet_in_s(self) -> float:
+        """Until no request will have been open for a moment."""
+        return self._busy_s + _QUIET_S - self._clock.monotonic_s()
+
     def _idle_s(self) -> float:
         until_s = self._core.next_deadline_s() - self._clock.monotonic_s()
+        if self._idle.waits:
+            until_s = min(until_s, self._quiet_in_s())
         return min(max(until_s, 0.0), _LONGEST_IDLE_S)
 
     def _closed(self, request_id: str) -> None:
@@ -183,7 +205,10 @@ class Engine:
             while not self._stopping:
                 self._woken.clear()
                 self._take_commands()
-                if not self._core.step():
+                worked = self._core.step()
+                if self._core.open_requests:
+                    self._busy_s = self._clock.monotonic_s()
+                if not worked and not self._use_idle_time():
                     self._woken.wait(self._idle_s())
             self._take_commands()
             self._core.cancel_all()

@@ -10,11 +10,29 @@ takes its team with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this thread computes without others: it gets no team that would slow the engine's.
+
+    Threads that are started meanwhile by other threads begin with the same setting: it is
+    PyTorch's initial one for all.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def aside(call: Callable[[], T]) -> T:

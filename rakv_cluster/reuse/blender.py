@@ -7,7 +7,7 @@ list of positions to compute such that every other one below them holds KV.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,10 +39,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BlendSupport:
-    """What a model brings to blending: how its keys move, what it costs in fidelity."""
+    """What a model brings to blending: how its keys move, what it costs in fidelity.
+
+    ``calibration`` is asked by every request that blends, on its loader's thread.
+    """
 
     rotation: KeyRotation
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Callable[[], Calibration] = Calibration
     selector: Selector = important_and_first
     probe: ProbeSettings = NOT_PROBED
 
@@ -126,12 +129,13 @@ class Blender:
             return (refused(wish.refusal),)
         if support.rotation.refusal:
             return (refused(f"keys cannot be moved: {support.rotation.refusal}"),)
+        calibration = support.calibration()
         ways = (False, True) if wish.probe and support.probe.layers else (False,)
         if wish.recompute < 0:
-            choices = [support.calibration.choose(wish.max_kl, probed=way) for way in ways]
+            choices = [calibration.choose(wish.max_kl, probed=way) for way in ways]
             met = tuple(choice for choice in choices if not choice.refusal)
             return met or (choices[-1],)
-        expected = support.calibration.expected_kl
+        expected = calibration.expected_kl
         return tuple(
             Choice(wish.recompute, expected(wish.recompute, probed=way), probed=way) for way in ways
         )

@@ -11,7 +11,13 @@ import numpy.typing as npt
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.calibration import CurvePoint
-from rakv_cluster.reuse.fidelity import FidelityCase, FidelityPrompt, Ids, Measured
+from rakv_cluster.reuse.fidelity import (
+    PIECE_ROWS,
+    FidelityCase,
+    FidelityPrompt,
+    Ids,
+    Measured,
+)
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
 from rakv_cluster.reuse.selection import Selector, important_and_first
 
@@ -86,12 +92,16 @@ def measure_curves(
     selector: Selector = important_and_first,
     probe: ProbeSettings = NOT_PROBED,
     fractions: Sequence[float] = FRACTIONS,
+    piece_rows: int = PIECE_ROWS,
 ) -> Iterator[Curves]:
-    """One case per prompt, every fraction on it; after each, the curves of all so far."""
+    """One case per prompt, every fraction on it; after each, the curves of all so far.
+
+    No forward has more than ``piece_rows`` rows.
+    """
     plain: dict[float, list[Measured]] = {fraction: [] for fraction in fractions}
     probed: dict[float, list[Measured]] = {f: [] for f in fractions if probe.layers}
     for prompt in prompts:
-        case = FidelityCase(runner, rotation, prompt, ends, probe)
+        case = FidelityCase(runner, rotation, prompt, ends, probe, piece_rows=piece_rows)
         for selects, measured in ((selector, plain), (probe.selector, probed)):
             for fraction, cases in measured.items():
                 cases.append(case.measure(selects, fraction))

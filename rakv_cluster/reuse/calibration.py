@@ -60,19 +60,20 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A model's curves by ascending fraction, where the question probe chooses (``probed``) and
-    where it does not; empty: never calibrated."""
+    where it does not; empty: never calibrated, or not yet, which ``pending`` then says."""
 
     model_id: str = ""
     prompts: int = 0
     texts: str = ""
     points: tuple[CurvePoint, ...] = ()
     probed: tuple[CurvePoint, ...] = ()
+    pending: str = ""
 
     def choose(self, max_kl: float, *, probed: bool = False) -> Choice:
         """The smallest measured fraction that meets ``max_kl`` and is worth blending for."""
         points = self._curve(probed=probed)
         if not points:
-            return refused("this model is not calibrated: run `rakv calibrate`")
+            return refused(self.pending or "this model is not calibrated: run `rakv calibrate`")
         for point in points:
             if point.fraction < MOST_REPAIRED and point.kl_p95_upper <= max_kl:
                 return Choice(point.fraction, point.kl, probed=probed)
@@ -113,7 +114,9 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     """Write it in one piece, over what is there; raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"format": _FORMAT, **asdict(calibration)}, indent=1))
+    data = asdict(calibration)
+    del data["pending"]
+    fresh.write_text(json.dumps({"format": _FORMAT, **data}, indent=1))
     fresh.replace(path)
 
 

@@ -24,7 +24,8 @@ from rakv_cluster.reuse.selection import Floats, Positions, Reused, Selector, un
 from rakv_cluster.reuse.sensitivity import sensitivity
 
 REFERENCE_TOKENS = 32
-_PIECE_ROWS = 512
+PIECE_ROWS = 512
+"""Of a forward, unless told otherwise."""
 
 Ids = tuple[int, ...]
 
@@ -96,15 +97,18 @@ class FidelityCase:
         prompt: FidelityPrompt,
         ends: frozenset[int] = frozenset(),
         probe: ProbeSettings = NOT_PROBED,
+        *,
+        piece_rows: int = PIECE_ROWS,
     ) -> None:
         self._runner = runner
+        self._piece_rows = piece_rows
         self._prompt = prompt
         self._ends = ends
         self._ids = prompt.ids
         self._room = len(self._ids) + max(REFERENCE_TOKENS, len(prompt.answer))
         exact = _buffer(runner, self._room)
         rows = [len(self._ids) - 1]
-        first = _compute(runner, exact, self._ids, np.arange(len(self._ids)), rows)
+        first = self._compute(exact, self._ids, np.arange(len(self._ids)), rows)
         self.reference, self._logits = self._greedy(exact, (), first[0])
         self._answer_logp = self._score(exact, self._logits[:1])
         donor_buffer = self._in_order(prompt.donor_order)
@@ -135,7 +139,7 @@ class FidelityCase:
             self.reused.positions, repaired, covered=len(self._prompt.front), total=total
         )
         rows = list(range(len(left) - len(self.reference), len(left)))
-        logits = _compute(self._runner, buffer, known, left, rows)
+        logits = self._compute(buffer, known, left, rows)
         written = self._written(buffer, logits) if text else ()
         found = self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
         return replace(found, text=written)
@@ -144,7 +148,7 @@ class FidelityCase:
         """KV of the front and the documents in that order, as long as the prompt's."""
         ids = (*self._prompt.front, *_joined([self._prompt.documents[i] for i in order]))
         buffer = _buffer(self._runner, self._room)
-        _compute(self._runner, buffer, ids, np.arange(len(ids)), [])
+        self._compute(buffer, ids, np.arange(len(ids)), [])
         return buffer
 
     def _importance(self, buffer: KvBuffer, settings: ProbeSettings) -> Floats:
@@ -158,7 +162,7 @@ class FidelityCase:
         question = prompt.donor_question[: buffer.capacity - stop]
         ids = (*self._ids[:stop], *question)
         watch = AttentionWatch(settings.layers, stop)
-        _compute(self._runner, buffer, ids, np.arange(stop, len(ids)), [], watch=watch)
+        self._compute(buffer, ids, np.arange(stop, len(ids)), [], watch=watch)
         seen: Floats = watch.figures(stop).numpy()
         places = _places_in(prompt, prompt.donor_order)
         return np.concatenate([seen[start:end] for start, end in places])
@@ -172,7 +176,7 @@ class FidelityCase:
             return (), 0.0
         start = self._prompt.places[-1][1]
         tail = np.arange(start, len(self._ids))
-        first = _compute(self._runner, buffer, self._ids, tail, [len(tail) - 1])
+        first = self._compute(buffer, self._ids, tail, [len(tail) - 1])
         text, _ = self._greedy(buffer, (), first[0])
         return text, self._score(buffer, first)
 
@@ -181,7 +185,7 @@ class FidelityCase:
         covered, total = len(self._prompt.front), len(self._ids)
         probe = Probe.of(settings, reused, 0, covered=covered, total=total)
         buffer = KvBuffer(self._moved.data.clone())
-        _compute(self._runner, buffer, self._ids, probe.first_pass(), [], watch=probe.watch)
+        self._compute(buffer, self._ids, probe.first_pass(), [], watch=probe.watch)
         return probe.attended()
 
     def _compared(self, repaired: int, logits: torch.Tensor, answer_logp: float) -> Measured:
@@ -221,7 +225,7 @@ class FidelityCase:
                 return tuple(tokens), torch.stack(chosen)
             ids = (*self._ids, *tokens)
             at = np.array([len(ids) - 1])
-            chosen.append(_compute(self._runner, buffer, ids, at, [0])[0])
+            chosen.append(self._compute(buffer, ids, at, [0])[0])
 
     def _score(self, buffer: KvBuffer, first: torch.Tensor) -> float:
         """Mean log-probability of the answer behind a prompt whose KV is in ``buffer``.
@@ -235,8 +239,7 @@ class FidelityCase:
         if len(answer) > 1:
             start = len(self._ids)
             positions = np.arange(start, start + len(answer) - 1)
-            rest = _compute(
-                self._runner,
+            rest = self._compute(
                 buffer,
                 (*self._ids, *answer),
                 positions,
@@ -246,32 +249,34 @@ class FidelityCase:
         scores = logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)]
         return float(scores.mean())
 
+    def _compute(
+        self,
+        buffer: KvBuffer,
+        ids: Sequence[int],
+        positions: Positions,
+        rows: Sequence[int],
+        *,
+        watch: AttentionWatch = UNWATCHED,
+    ) -> torch.Tensor:
+        """Run ``ids`` at ascending ``positions`` in pieces; logits of the given ``rows`` on the
+        CPU."""
+        known = torch.tensor(ids)
+        parts: list[torch.Tensor] = []
+        for start in range(0, len(positions), self._piece_rows):
+            piece = torch.from_numpy(positions[start : start + self._piece_rows])
+            wanted = torch.tensor(
+                [row - start for row in rows if start <= row < start + len(piece)],
+                dtype=torch.int64,
+            )
+            span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]), watch)
+            step = Step(known[piece], piece, (span,), wanted)
+            parts.append(self._runner.forward(step).cpu().clone())
+        return torch.cat(parts)
+
 
 def _buffer(runner: Runner, tokens: int) -> KvBuffer:
     shape = runner.layout.shape(-(-tokens // 64) * 64)
     return KvBuffer(torch.zeros(shape, dtype=runner.layout.torch_dtype, device=runner.device))
-
-
-def _compute(
-    runner: Runner,
-    buffer: KvBuffer,
-    ids: Sequence[int],
-    positions: Positions,
-    rows: Sequence[int],
-    *,
-    watch: AttentionWatch = UNWATCHED,
-) -> torch.Tensor:
-    """Run ``ids`` at ascending ``positions`` in pieces; logits of the given ``rows`` on the CPU."""
-    known = torch.tensor(ids)
-    parts: list[torch.Tensor] = []
-    for start in range(0, len(positions), _PIECE_ROWS):
-        piece = torch.from_numpy(positions[start : start + _PIECE_ROWS])
-        wanted = torch.tensor(
-            [row - start for row in rows if start <= row < start + len(piece)], dtype=torch.int64
-        )
-        span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]), watch)
-        parts.append(runner.forward(Step(known[piece], piece, (span,), wanted)).cpu().clone())
-    return torch.cat(parts)
 
 
 def _places_in(prompt: FidelityPrompt, order: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,12 +24,13 @@ from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.model.step import Runner
 from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.blender import BlendSupport
-from rakv_cluster.reuse.calibration import Calibration, calibration_path, load_calibration
+from rakv_cluster.reuse.calibration import calibration_path
 from rakv_cluster.reuse.flights import FlightLimits
 from rakv_cluster.reuse.probing import probe_settings
 from rakv_cluster.routing.autoscaling import ReplicaLoad
 from rakv_cluster.routing.report import ReplicaReport
 from rakv_cluster.serving.bridge import EventBridge
+from rakv_cluster.serving.calibrator import Calibrator, idle_measurement
 from rakv_cluster.serving.figures import replica_figures
 from rakv_cluster.serving.routing_report import RoutingReporter
 from rakv_cluster.speculation.controller import ControllerSettings
@@ -88,6 +89,11 @@ class Replica:
         self._speculator = aside(
             lambda: _speculator(model, draft, draft_agreement, settings, clock)
         )
+        calibrator = Calibrator(
+            calibration_path(settings.cache_path, model.card.digest),
+            idle_measurement(model, lambda: self._engine.idle_runner, settings.calibration_prompts),
+            prompts=settings.calibration_prompts,
+        )
         self._engine = Engine(
             model.runner,
             store,
@@ -99,7 +105,7 @@ class Replica:
             numeric_class=model.card.numeric_class,
             near_tie_eps=model.card.guarded_eps,
             flight=flight,
-            blending=_blending(model, settings),
+            blending=_blending(model, settings, calibrator),
             grammars=TokenizerGrammars(
                 model.tokenizer.backend_tokenizer.to_str(),
                 model.runner.vocab_size,
@@ -232,20 +238,14 @@ def engine_settings(settings: Settings) -> EngineSettings:
     )
 
 
-def _blending(model: LoadedModel, settings: Settings) -> BlendSupport:
+def _blending(model: LoadedModel, settings: Settings, calibrator: Calibrator) -> BlendSupport:
     """Raises :class:`ConfigError` if blending is the default and this model cannot."""
     if settings.default_reuse is ReuseMode.BLEND and model.rotation.refusal:
         raise ConfigError(
             f"this model cannot blend: {model.rotation.refusal}", field="default_reuse"
         )
-    path = calibration_path(settings.cache_path, model.card.digest)
-    calibration = Calibration()
-    try:
-        calibration = load_calibration(path)
-    except ConfigError as error:
-        log.warning("going on without a calibration: %s", error)
     probe = probe_settings(model.card.layout.layers)
-    return BlendSupport(model.rotation, calibration, probe=probe)
+    return BlendSupport(model.rotation, calibrator.current, probe=probe)
 
 
 def _identity(model: LoadedModel) -> CostIdentity:

@@ -35,7 +35,8 @@ def start_local(tiny_model: LoadedModel) -> Iterator[StartLocal]:
 
         def start(**flags: object) -> LocalService:
             # Whether loading pays off is a matter of time for a model this small: not priced here.
-            settings = load_settings({"price_loads": False, **flags}, environ={})
+            given = {"price_loads": False, "calibration_prompts": 0, **flags}
+            settings = load_settings(given, environ={})
             store = MemoryStore(1 << 28, SystemClock())
             return services.enter_context(local_service(tiny_model, store, settings))
 

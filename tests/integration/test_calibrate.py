@@ -80,6 +80,35 @@ def test_a_service_repairs_what_the_curve_asks_for(cache: Path, tiny_model: Load
     assert "is not met" in none["refusal"]
 
 
+def test_first_use_calibrates_in_idle_time(tmp_path: Path, tiny_model: LoadedModel) -> None:
+    """Until that is done a bounded request is exact, and says so."""
+    settings = load_settings(
+        {"price_loads": False, "cache_dir": str(tmp_path), "calibration_prompts": 4}, environ={}
+    )
+    store = MemoryStore(1 << 28, SystemClock())
+    with (
+        local_service(tiny_model, store, settings) as service,
+        httpx.Client(base_url=service.url, timeout=60.0) as http,
+    ):
+        eventually(lambda: cached(ask(http, ASH, BIRCH)), "the documents are stored")
+
+        def blended() -> dict[str, Any]:
+            found: dict[str, Any] = ask(http, BIRCH, ASH, reuse="blend", max_kl=50.0)["rakv"]
+            return found["blend"]
+
+        first = blended()
+        assert not first["approximate"]
+        assert "not calibrated yet" in first["refusal"]
+        path = calibration_path(tmp_path, tiny_model.card.digest)
+        eventually(path.exists, "the calibration is kept", timeout_s=60.0)
+        later = blended()
+
+    assert later["approximate"]
+    assert later["refusal"] == ""
+    assert later["expected_kl"] == pytest.approx(load_calibration(path).points[0].kl, abs=1e-4)
+    assert load_calibration(path).prompts == 4
+
+
 def test_too_few_texts_are_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "only.txt").write_text("short\n")
 

@@ -87,7 +87,7 @@ class Rig:
             store=self.store,
             rotation=self.rotation,
             recompute=-1.0,
-            calibration=calibration,
+            calibration=lambda: calibration,
         )
 
     def blend(
