@@ -107,7 +107,6 @@ class Engine:
         with self._lock:
             self._stopping = True
         self._woken.set()
-        self._idle.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._loaders.close(timeout_s)
@@ -217,6 +216,8 @@ class Engine:
             self._broken = f"the engine failed ({type(error).__name__})"
             self._take_commands()
             self._core.fail_all(self._broken)
+        finally:
+            self._idle.close()
 
     def _take_commands(self) -> None:
         with self._lock:
