@@ -87,7 +87,7 @@ class Rig:
             store=self.store,
             rotation=self.rotation,
             recompute=-1.0,
-            calibration=lambda: calibration,
+            calibration=calibration,
         )
 
     def blend(
@@ -103,7 +103,9 @@ class Rig:
         calibration: Calibration | None = None,
     ) -> Blended:
         support = BlendSupport(
-            rotation, calibration or Calibration(), probe=ProbeSettings((0, 1), most_share=0.25)
+            rotation,
+            lambda: calibration or Calibration(),
+            probe=ProbeSettings((0, 1), most_share=0.25),
         )
         blender = Blender(
             support, store, self.runner.layout, "c",
