@@ -19,7 +19,9 @@ from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.service import local_service
 from rakv_cluster.testing.waiting import eventually
 
-ASH, BIRCH = ({"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch"))
+ASH, BIRCH, CEDAR = (
+    {"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_a_service_repairs_what_the_curve_asks_for(cache: Path, tiny_model: Load
 def test_first_use_calibrates_in_idle_time(tmp_path: Path, tiny_model: LoadedModel) -> None:
     """Until that is done a bounded request is exact, and says so."""
     settings = load_settings(
-        {"price_loads": False, "cache_dir": str(tmp_path), "calibration_prompts": 4}, environ={}
+        {"price_loads": False, "cache_dir": str(tmp_path), "calibration_prompts": 1}, environ={}
     )
     store = MemoryStore(1 << 28, SystemClock())
     with (
@@ -92,21 +94,21 @@ def test_first_use_calibrates_in_idle_time(tmp_path: Path, tiny_model: LoadedMod
     ):
         eventually(lambda: cached(ask(http, ASH, BIRCH)), "the documents are stored")
 
-        def blended() -> dict[str, Any]:
-            found: dict[str, Any] = ask(http, BIRCH, ASH, reuse="blend", max_kl=50.0)["rakv"]
+        def blended(*documents: dict[str, str]) -> dict[str, Any]:
+            found: dict[str, Any] = ask(http, *documents, reuse="blend", max_kl=50.0)["rakv"]
             return found["blend"]
 
-        first = blended()
+        first = blended(BIRCH, ASH)
         assert not first["approximate"]
         assert "not calibrated yet" in first["refusal"]
         path = calibration_path(tmp_path, tiny_model.card.digest)
         eventually(path.exists, "the calibration is kept", timeout_s=60.0)
-        later = blended()
+        later = blended(CEDAR, ASH)
 
-    assert later["approximate"]
     assert later["refusal"] == ""
+    assert later["approximate"]
     assert later["expected_kl"] == pytest.approx(load_calibration(path).points[0].kl, abs=1e-4)
-    assert load_calibration(path).prompts == 4
+    assert load_calibration(path).prompts == 1
 
 
 def test_too_few_texts_are_an_error(tiny_folder: Path, tmp_path: Path) -> None:
