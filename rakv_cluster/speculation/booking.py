@@ -55,7 +55,8 @@ def settle(
     requests are neither charged nor protected.
     """
     drafting = decision.reason.drafts
-    replica.unprobed_steps = 0 if drafting else replica.unprobed_steps + 1
+    asked_model = any(c.by_model and n for c, n in zip(candidates, decision.drafts, strict=True))
+    replica.unprobed_steps = 0 if asked_model else replica.unprobed_steps + 1
     if drafting:
         replica.drafting_steps += 1
     elif decision.rows == len(candidates):

@@ -52,19 +52,21 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """``margin`` is what drafting must promise over K=0.
+    """``margin`` is what drafting must promise over K=0. Of a model's drafts, which cost a forward
+    each, no more than ``max_model_drafts`` are weighed.
 
     After ``baseline_interval`` drafting steps one plain step is taken, so that the cost of K=0,
     which everything is compared with, is never stale. A step's measured time is booked up to
     ``stall_factor`` times the predicted one: the rest is the machine's doing, or will be predicted
     the next time. Guessing is cheap up to ``cheap_draft_share`` of a plain step. A draft model
     that does not seem to pay is asked all the same where that costs no more than ``probe_share``
-    of the plain time since the last drafts, if the governor allows: unlike free guesses, its
+    of the plain time since the last that it made, if the governor allows: unlike free guesses, its
     drafts teach nothing unless they are paid for.
     """
 
     governor: GovernorSettings = field(default_factory=GovernorSettings)
     max_drafts: int = 15
+    max_model_drafts: int = 8
     margin: float = 0.02
     baseline_interval: int = 64
     stall_factor: float = 1.5

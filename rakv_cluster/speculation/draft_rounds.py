@@ -16,6 +16,26 @@ from rakv_cluster.model.sampling import RuleRow, TokenRule, choose
 from rakv_cluster.model.step import Runner, Span, Step
 
 _MS_GAIN = 0.1
+_STALL_FACTOR = 1.5
+
+CALIBRATION_ROUNDS = 5
+"""Of which the first does not count, and of the others the quickest does: load only ever adds."""
+
+
+@dataclass(slots=True)
+class MeanMs:
+    """What something takes: a mean of the first times, then of late. What takes far longer than
+    the mean counts as :data:`_STALL_FACTOR` times it."""
+
+    ms: float = 0.0
+    samples: int = 0
+
+    def add(self, ms: float) -> None:
+        """It took so long once more."""
+        if self.samples > 1:
+            ms = min(ms, _STALL_FACTOR * self.ms)
+        self.samples += 1
+        self.ms += (ms - self.ms) * max(_MS_GAIN, 1 / self.samples)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +117,7 @@ class DraftRounds:
         self.runner = runner
         self.vocab_size = vocab_size or runner.vocab_size
         self._clock = clock
-        self.ms = 0.0
+        self.round = MeanMs()
 
     def draft(self, running: Sequence[Running | None]) -> list[tuple[int, ...]]:
         """Drafts of every sequence, as many as it wants; none where there is no sequence."""
@@ -115,7 +135,7 @@ class DraftRounds:
             self._round([each for each in running if len(each.drafted) < each.drafts])
         ended_s = self._clock.monotonic_s()
         later_ms = (ended_s - first_s) * 1e3 / (rounds - 1) if rounds > 1 else 0.0
-        self.ms = moved_ms(self.ms, later_ms or (first_s - began_s) * 1e3)
+        self.round.add(later_ms or (first_s - began_s) * 1e3)
 
     def _round(self, running: Sequence[Running]) -> None:
         """Run everything pending and take one draft of each sequence."""
@@ -153,8 +173,3 @@ class DraftRounds:
             each.ran.extend(mine)
             each.position += len(mine)
         return logits
-
-
-def moved_ms(mean_ms: float, ms: float) -> float:
-    """A mean of times after one more; 0 is none yet."""
-    return ms if mean_ms == 0 else mean_ms + _MS_GAIN * (ms - mean_ms)

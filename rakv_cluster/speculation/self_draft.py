@@ -16,7 +16,14 @@ from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.model.step import Runner
-from rakv_cluster.speculation.draft_rounds import DraftRounds, DraftState, DraftWish, Running
+from rakv_cluster.speculation.draft_rounds import (
+    CALIBRATION_ROUNDS,
+    DraftRounds,
+    DraftState,
+    DraftWish,
+    MeanMs,
+    Running,
+)
 from rakv_cluster.types import SamplingParams
 
 USUAL_AGREEMENT = 0.8
@@ -37,10 +44,10 @@ class SelfDraft:
     @property
     def round_ms(self) -> float:
         """Expected time of one more draft for every sequence that takes part."""
-        return self._rounds.ms
+        return self._rounds.round.ms
 
     def calibrate(self) -> None:
-        """Measure a round on scratch memory; the first of three times does not count."""
+        """Measure a round on scratch memory."""
         runner = self._rounds.runner
         tokens = min(_CALIBRATION_TOKENS, runner.context_tokens - _CALIBRATION_DRAFTS)
         layout = runner.layout
@@ -48,9 +55,12 @@ class SelfDraft:
         buffer = KvBuffer(torch.zeros(shape, dtype=layout.torch_dtype, device=runner.device))
         buffer.length = tokens - 1
         greedy = TokenRule(SamplingParams(temperature=0.0), [], runner.vocab_size)
-        for _ in range(3):
-            self._rounds.ms = 0.0
+        found = []
+        for _ in range(CALIBRATION_ROUNDS):
+            self._rounds.round = MeanMs()
             self.draft([DraftWish(DraftState(greedy, [0] * tokens), _CALIBRATION_DRAFTS, buffer)])
+            found.append(self._rounds.round)
+        self._rounds.round = min(found[1:], key=lambda each: each.ms)
 
     def catch_up_ms(self, state: DraftState) -> float:
         """There is never anything to catch up with."""

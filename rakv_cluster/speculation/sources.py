@@ -68,7 +68,7 @@ class Sources:
     def _by_model(self, seat: Seat) -> Candidate | None:
         """What the draft model could do for a sequence; None if nothing."""
         speculation, model = seat.speculation, seat.speculation.model
-        limit = min(seat.limit, self._settings.max_drafts)
+        limit = min(seat.limit, self._settings.max_model_drafts)
         if model is None or self._draft_model is None or limit <= 0 or speculation.is_off:
             return None
         if not self._draft_model.can_draft(DraftWish(model, limit, seat.kv)):
