@@ -213,3 +213,16 @@ def test_a_first_stake_leaves_enough_for_another() -> None:
     assert one.allowed
     assert not two.allowed  # it would leave 9 ms, and the least takes 10.5
     assert decision.drafts == (1,)
+
+
+def test_text_drafts_do_not_put_off_a_models_probe() -> None:
+    replica, settings = ReplicaState(), ControllerSettings()
+    for candidate, unprobed in (
+        (Candidate(request(replica, hit_rate=1.0), 15, 8), 1),
+        (by_model(request(replica, hit_rate=1.0), 0.1), 0),
+    ):
+        decision = choose(settings, replica, [candidate], CHEAP)
+        settle(settings, replica, [candidate], decision, StepResult(30.0, 0.0, 0.0, (1,)))
+
+        assert decision.reason is Reason.DRAFTED
+        assert replica.unprobed_steps == unprobed
