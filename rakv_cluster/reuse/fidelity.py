@@ -322,8 +322,12 @@ def _reused(
     """All documents' positions and what selectors may know of them."""
     dtype = kv_dtype(exact.data.dtype)
     figures = [
-        sensitivity(bits(one.cpu()), bits(two.cpu()), dtype)
-        for (_, one), (_, two) in zip(donors, others, strict=True)
+        unknown(len(document))
+        if _in_front(prompt.donor_order, index) == _in_front(prompt.other_order, index)
+        else sensitivity(bits(one.cpu()), bits(two.cpu()), dtype)
+        for index, (document, (_, one), (_, two)) in enumerate(
+            zip(prompt.documents, donors, others, strict=True)
+        )
     ]
     deviations: list[Floats] = []
     for start, stop in prompt.places:
@@ -338,6 +342,11 @@ def _reused(
         np.concatenate(deviations),
         unknown(len(importance)),
     )
+
+
+def _in_front(order: Sequence[int], document: int) -> Sequence[int]:
+    """What stands in front of a document. A service learns nothing from the same prefix again."""
+    return order[: order.index(document)]
 
 
 def _places(start: int, lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -81,6 +81,19 @@ def test_without_a_probe_there_is_no_curve_of_it(model: PreTrainedModel) -> None
     assert curves.probed == ()
 
 
+def test_a_document_behind_the_same_ones_twice_teaches_nothing(model: PreTrainedModel) -> None:
+    runner = TransformersRunner(model, observe_layout(model), context_tokens=2048)
+    asked = replace(prompt(1), donor_order=(1, 0, 2), other_order=(1, 2, 0))
+
+    case = FidelityCase(runner, key_rotation(model, runner), asked)
+
+    known = [
+        bool(np.isfinite(case.reused.sensitivity[case.reused.positions < stop][start - 12 :]).all())
+        for start, stop in asked.places
+    ]
+    assert known == [True, False, True]
+
+
 @pytest.mark.parametrize("count", [1, 9])
 def test_what_a_selection_writes_follows_from_its_own_words(
     model: PreTrainedModel, count: int
