@@ -228,7 +228,7 @@ class Speculator:
                 governor, ledger, base_ms=base_ms, batch=batch, deciding_ms=deciding_ms
             )
             steps = max(steps, idle)
-        return min(max(math.ceil(steps), 0), _LONGEST_REST_STEPS)
+        return math.ceil(min(max(steps, 0.0), _LONGEST_REST_STEPS))  # it may be never: inf
 
     def _asked(self, seats: Sequence[Seat], costs: StepCosts) -> list[bool]:
         """Whose drafters are asked."""
