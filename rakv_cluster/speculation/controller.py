@@ -110,7 +110,8 @@ class Candidate:
     ``available`` drafts can be had and used, guessed behind a match of ``match_tokens``.
     ``forced`` >= 0 takes the choice away: so many drafts, or all there are if fewer. Drafts
     ``by_model`` are yet to be made: they cost ``round_ms`` for each place in the block, however
-    many sequences take part, and ``catch_up_ms`` before the first.
+    many sequences take part, and ``catch_up_ms`` before the first. A step that risks more than it
+    must leaves ``spare_ms`` of what the request may lose: what a model's draft would take.
     """
 
     state: RequestState
@@ -120,6 +121,7 @@ class Candidate:
     by_model: bool = False
     round_ms: float = 0.0
     catch_up_ms: float = 0.0
+    spare_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +317,7 @@ def _options(
                     allowed=needed_ms <= allowed_ms,
                 )
             )
-            least_ms = least_ms or max(extra_ms, 0.0)
+            least_ms = least_ms or max(extra_ms, *(c.spare_ms for c in candidates))
     return tuple(options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.model.sampling import TokenRule
@@ -60,6 +61,7 @@ class Sources:
             return guessed
         if not guessed.available:
             return drawn
+        guessed = replace(guessed, spare_ms=drawn.round_ms)
         ours, theirs = (
             promise(self._settings, self._replica, each, costs, batch) for each in (guessed, drawn)
         )

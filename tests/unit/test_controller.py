@@ -226,3 +226,15 @@ def test_text_drafts_do_not_put_off_a_models_probe() -> None:
 
         assert decision.reason is Reason.DRAFTED
         assert replica.unprobed_steps == unprobed
+
+
+def test_a_wide_draft_from_the_text_leaves_enough_for_one_by_the_model() -> None:
+    replica = ReplicaState()
+    state = RequestState.begin(replica, prefill_ms=0.0, likely_decode_ms=5 * 30.0)
+    settings = ControllerSettings()  # 5% of five tokens: 7.5 ms
+
+    alone = choose(settings, replica, [Candidate(state, 15, 8)], CHEAP)
+    beside = choose(settings, replica, [Candidate(state, 15, 8, spare_ms=6.0)], CHEAP)
+
+    assert [option.allowed for option in alone.options] == [True] * 6
+    assert [option.rows for option in beside.options if option.allowed] == [1, 2, 3, 4]
