@@ -135,3 +135,19 @@ def test_a_rest_does_not_take_the_drafts_of_those_who_asked_for_them() -> None:
     together = subject.plan([Seat(broke, tokens, 8), Seat(asked, tokens, 8)])
 
     assert [len(drafts) for drafts in together.drafts] == [0, 4]
+
+
+def test_where_no_drafts_can_be_priced_decode_steps_are_left_alone() -> None:
+    table = CostTable(CostBuckets())
+    table.observe(CostSample(1, 256, 1, 30.0))
+    subject = Speculator(table, ControllerSettings(), SlowThinking())
+    tokens = np.array(PHRASE * 3)
+    sequence = subject.begin("auto", tokens, NO_RULE, prefill_ms=0.0, tokens_left=9)
+    seat = Seat(sequence, tokens, 8)
+    for _ in range(2):  # the first asks the drafter and finds it slow
+        plan = subject.plan([seat])
+        verdict = judge_block((), (99,), tokens_left=9, stop_token_ids=frozenset())
+        subject.settle(plan, [verdict], forward_ms=30.0)
+
+    assert not plan.asked
+    assert subject.rests([seat])
