@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common import shared_data
 from benchmarks.corpus import QUESTION_TEMPLATES, STDLIB_MODULES, load_corpus, trimmed
+from benchmarks.speculation_texts import prompts_by_category
 from rakv_cluster.batch.rows import Job, Row
 
 DOCUMENT_TOKENS = 500
@@ -48,7 +49,7 @@ def load_job(
     files = dict(trimmed(_files(shared), wanted, DOCUMENT_TOKENS, count_tokens))
     musique, others, issues = (
         questions[: round(len(questions) * share)]
-        for questions in (_musique(shared), _spec_bench(shared), _issues(shared))
+        for questions in (_musique(shared), _spec_bench(), _issues(shared))
     )
     pairs = [
         *_asked(_ANSWERS, musique, 2, passages, random),
@@ -81,10 +82,10 @@ def _musique(shared: Path) -> list[str]:
     return list(dict.fromkeys(str(row["question"]) for row in rows))
 
 
-def _spec_bench(shared: Path) -> list[str]:
+def _spec_bench() -> list[str]:
     """Without the passages that Spec-Bench's retrieval puts before a question, on its last line."""
-    rows = _lines(shared / "spec-bench" / "question_dev.jsonl")
-    asked = [row["turns"][0] for row in rows if row["category"] in ("qa", "rag")]
+    prompts = prompts_by_category()
+    asked = [text for category in ("qa", "rag") for _, text in prompts[category]]
     return list(dict.fromkeys(text.strip().splitlines()[-1] for text in asked))
 
 

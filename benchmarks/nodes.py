@@ -14,16 +14,13 @@ run it in a loopback-only network namespace (scripts/loopback). About 4 minutes 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import signal
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,12 +29,13 @@ from benchmarks.common import Options, Requirement, finish, parse_options, table
 from rakv_cluster.client import Client
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.testing.served_cluster import ServedCluster, served_cluster
+from rakv_cluster.testing.traffic import traffic
+from rakv_cluster.testing.waiting import eventually
 
 CLOCK = SystemClock()
 NODES, CLIENTS = 3, 6
 BOUND_S = 5.0
 PATIENCE_S = 300.0
-POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +91,21 @@ def _arrival(cause: str, service: ServedCluster, known: set[str], started_s: flo
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline_s = CLOCK.monotonic_s() + PATIENCE_S
-    while not condition():
-        if CLOCK.monotonic_s() > deadline_s:
-            raise SystemExit("no replica came")
-        threading.Event().wait(POLL_S)
+    eventually(condition, "a replica comes or goes", timeout_s=PATIENCE_S)
 
 
 @contextmanager
 def asking(service: ServedCluster) -> Iterator[list[float]]:
     """Clients that ask one question after another; yields the seconds that each answer took."""
     answers_s: list[float] = []
-    over = threading.Event()
+    with Client(service.url, clock=CLOCK) as http:
 
-    def ask(client: int) -> None:
-        with Client(service.url, clock=CLOCK) as http:
-            for number in itertools.takewhile(lambda _: not over.is_set(), itertools.count()):
-                text = f"{client} {number} " * 40
-                answers_s.append(http.chat(text, max_tokens=16, ignore_eos=True).total_s)
+        def ask(client: int, number: int) -> None:
+            text = f"{client} {number} " * 40
+            answers_s.append(http.chat(text, max_tokens=16, ignore_eos=True).total_s)
 
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        clients = [threads.submit(ask, client) for client in range(CLIENTS)]
-        try:
+        with traffic(CLIENTS, ask):
             yield answers_s
-        finally:
-            over.set()
-            for each in clients:
-                each.result()
 
 
 def _report(options: Options, arrivals: Sequence[Arrival], answers_s: Sequence[float]) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from rakv_cluster.cli.local_service import LocalService
 from rakv_cluster.testing.processes import served, workers
+from rakv_cluster.testing.traffic import traffic
 from rakv_cluster.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -34,27 +33,17 @@ def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextmanager
-def traffic(service: LocalService) -> Iterator[list[int]]:
+def asking(service: LocalService) -> Iterator[list[int]]:
     """Clients that ask one question after another; yields the status codes so far."""
     codes: list[int] = []
-    over = threading.Event()
+    with httpx.Client(base_url=service.base_url, timeout=180.0) as http:
 
-    def ask(client: int) -> None:
-        number = 0
-        with httpx.Client(base_url=service.base_url, timeout=180.0) as http:
-            while not over.is_set():
-                number += 1
-                body = {"prompt": f"{client} {number} " * 150, "max_tokens": 40}
-                codes.append(http.post("/v1/completions", json=body).status_code)
+        def ask(client: int, number: int) -> None:
+            body = {"prompt": f"{client} {number} " * 150, "max_tokens": 40}
+            codes.append(http.post("/v1/completions", json=body).status_code)
 
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        asking = [threads.submit(ask, client) for client in range(CLIENTS)]
-        try:
+        with traffic(CLIENTS, ask):
             yield codes
-        finally:
-            over.set()
-            for each in asking:
-                each.result()
 
 
 def replicas(service: LocalService) -> list[dict[str, float]]:
@@ -66,7 +55,7 @@ def replicas(service: LocalService) -> list[dict[str, float]]:
 
 def test_a_second_replica_comes_takes_work_and_goes(service: LocalService) -> None:
     assert len(workers(service)) == 1
-    with traffic(service) as codes:
+    with asking(service) as codes:
         eventually(lambda: len(replicas(service)) == 2, "a second replica", timeout_s=120)
         eventually(
             lambda: all(

@@ -5,11 +5,9 @@ The tests run in their order: the last ones end replicas and nodes.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typer.testing import CliRunner
 
 from rakv_cluster.cli.main import app
 from rakv_cluster.testing.served_cluster import ServedCluster, served_cluster
+from rakv_cluster.testing.traffic import traffic
 from rakv_cluster.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -166,22 +165,14 @@ def works(service: ServedCluster, known: set[str]) -> bool:
 def asking(service: ServedCluster) -> Iterator[list[int]]:
     """Clients that ask about one document after another; yields the status codes so far."""
     codes: list[int] = []
-    over = threading.Event()
+    with httpx.Client(base_url=service.url, timeout=180.0) as http:
 
-    def ask(client: int) -> None:
-        with httpx.Client(base_url=service.url, timeout=180.0) as http:
-            for number in itertools.takewhile(lambda _: not over.is_set(), itertools.count()):
-                fields = body(f"{client} {number}", max_tokens=40)
-                codes.append(http.post(CHAT, json=fields).status_code)
+        def ask(client: int, number: int) -> None:
+            fields = body(f"{client} {number}", max_tokens=40)
+            codes.append(http.post(CHAT, json=fields).status_code)
 
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        clients = [threads.submit(ask, client) for client in range(CLIENTS)]
-        try:
+        with traffic(CLIENTS, ask):
             yield codes
-        finally:
-            over.set()
-            for each in clients:
-                each.result()
 
 
 def cpu_ticks(pid: int) -> int:
