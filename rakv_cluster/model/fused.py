@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.model.linear import PLAIN_ROWS, Kernel, RowPlan
-from rakv_cluster.model.llama import Layer, LlamaWeights, RotaryTable
+from rakv_cluster.model.llama import LlamaWeights, RotaryTable
 from rakv_cluster.model.row_attention import HeadShape, RowGroup
 from rakv_cluster.model.row_groups import fast_groups, sdpa_groups, uniform_groups
 from rakv_cluster.model.step import Span, Step, check_spans
@@ -23,7 +23,7 @@ from rakv_cluster.model.step import Span, Step, check_spans
 BLOCK_ROWS = 512
 """Rows that go through a layer together: their temporaries stay in the cache, and bounded."""
 
-_NO_BLOCKS = 1 << 30
+NO_BLOCKS = 1 << 30
 """On an accelerator all rows run together."""
 
 
@@ -46,63 +46,72 @@ class WatchedRows:
         self._span.tell_watch(layer, queries, self._positions, scaling=self._shape.scale)
 
 
-class _Block:
+class Scratch:
+    """What a block's rows hand from one operation of a layer to the next; all layers use it again.
+
+    ``rotated`` ``[rows, all heads, head_dim]`` are the queries, keys and values; ``attended``
+    ``[rows, heads, head_dim]`` is what attention makes of them.
+    """
+
+    def __init__(self, shape: HeadShape, rows: int, like: torch.Tensor) -> None:
+        """On the device of ``like`` and in its dtype."""
+        all_heads, half = shape.heads + 2 * shape.kv_heads, shape.head_dim // 2
+        self.rotated = like.new_empty(rows, all_heads, shape.head_dim)
+        self.attended = like.new_zeros(rows, shape.heads, shape.head_dim)
+        self._half, self._rotating = half, shape.heads + shape.kv_heads
+        self._low, self._high = self.rotated[..., :half], self.rotated[..., half:]
+        # V takes part in the rotation by angle 0, so that one pass fills all heads.
+        self._cos = torch.ones_like(self.rotated)
+        self._sin_low, self._sin_high = torch.zeros_like(self._low), torch.zeros_like(self._high)
+
+    def turn_to(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Take the angles of a step: ``[rows, 1, head_dim]``."""
+        self._cos[:, : self._rotating] = cos
+        self._sin_low[:, : self._rotating] = -sin[..., : self._half]
+        self._sin_high[:, : self._rotating] = sin[..., self._half :]
+
+    def rotate(self, qkv: torch.Tensor) -> None:
+        """Fill ``rotated`` from the product ``[rows, all heads * head_dim]``."""
+        source = qkv.view(self.rotated.shape)
+        torch.mul(source, self._cos, out=self.rotated)
+        self._low.addcmul_(source[..., self._half :], self._sin_low)
+        self._high.addcmul_(source[..., : self._half], self._sin_high)
+
+
+class Block:
     """Rows of a step, from ``start`` on, that run through each layer together.
 
     Rows in no group are padding: they repeat the last one, write no K/V and attend to nothing.
-    Holds the scratch tensors that every layer uses again, and the views of them that it would
-    otherwise make again.
+    Holds the views of its scratch that every layer would otherwise make again.
     """
 
     def __init__(
         self,
         shape: HeadShape,
+        scratch: Scratch,
         *,
         start: int,
         kernel: Kernel,
-        rotary: tuple[torch.Tensor, torch.Tensor],
         groups: list[RowGroup],
         watched: list[WatchedRows],
     ) -> None:
-        """``rotary`` is cos and sin, ``[padded, 1, head_dim]``."""
-        padded = rotary[0].shape[0]
-        self.rows = slice(start, start + padded)
-        self.kernel = kernel
+        self.rows = slice(start, start + len(scratch.rotated))
+        self.scratch, self.kernel = scratch, kernel
         self._watched = watched
-        heads, all_heads = shape.heads, shape.heads + 2 * shape.kv_heads
-        half, rotating = shape.head_dim // 2, shape.heads + shape.kv_heads
-        cos, sin = rotary
-        self._split = (padded, all_heads, shape.head_dim)
-        self._rotated = cos.new_empty(self._split)
-        self._half = half
-        self._low, self._high = self._rotated[..., :half], self._rotated[..., half:]
-        # V takes part in the rotation by angle 0, so that one pass fills all heads.
-        self._cos = cos.expand(self._split).clone()
-        self._sin = sin.expand(self._split).clone()
-        self._cos[:, rotating:] = 1
-        self._sin[:, rotating:] = 0
-        self._sin_low, self._sin_high = -self._sin[..., :half], self._sin[..., half:]
-        attended = cos.new_zeros(padded, heads, shape.head_dim)
-        self._attended = attended.flatten(1)
         self._parts = []
         for group in groups:
             rows = slice(group.row_start - start, group.row_stop - start)
-            kv = self._rotated[rows, heads:].view(-1, 2, shape.kv_heads, shape.head_dim)
-            queries, new_kv = self._rotated[rows, :heads], kv.permute(1, 2, 0, 3)
-            self._parts.append((group, queries, new_kv, attended[rows]))
+            kv = scratch.rotated[rows, shape.heads :].view(-1, 2, shape.kv_heads, shape.head_dim)
+            queries, new_kv = scratch.rotated[rows, : shape.heads], kv.permute(1, 2, 0, 3)
+            self._parts.append((group, queries, new_kv, scratch.attended[rows]))
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotate, store K/V, attend: ``[padded, all heads * head_dim]`` to the query heads'."""
-        source = qkv.view(self._split)
-        torch.mul(source, self._cos, out=self._rotated)
-        self._low.addcmul_(source[..., self._half :], self._sin_low)
-        self._high.addcmul_(source[..., : self._half], self._sin_high)
+    def attend(self, layer: int) -> None:
+        """Store K/V of the rotated rows and attend."""
         for group, queries, kv, out in self._parts:
             group.kv.store(layer, kv)
             group.attend(layer, queries, out)
         for rows in self._watched:
-            rows.attend(layer, self._rotated)
-        return self._attended
+            rows.attend(layer, self.scratch.rotated)
 
 
 class FusedLlamaRunner:
@@ -119,7 +128,7 @@ class FusedLlamaRunner:
         on_cpu = weights.embedding.device.type == "cpu"
         grouping = (uniform_groups if uniform else fast_groups) if on_cpu else sdpa_groups
         self._groups = grouping(weights.shape)
-        self._block_rows = BLOCK_ROWS if on_cpu else _NO_BLOCKS
+        self._block_rows = BLOCK_ROWS if on_cpu else NO_BLOCKS
 
     @property
     def layout(self) -> KvLayout:
@@ -161,14 +170,20 @@ class FusedLlamaRunner:
         blocks = self._blocks(step)
         padding = blocks[-1].rows.stop - step.token_ids.shape[0]
         token_ids = _padded(step.token_ids, padding).to(self.device)
-        hidden = functional.embedding(token_ids, self._weights.embedding)
+        hidden = self._embed(token_ids)
         parts = [(block, hidden[block.rows]) for block in blocks]
-        for index, layer in enumerate(self._weights.layers):
+        for index in range(len(self._weights.layers)):
             for block, rows in parts:
-                self._run_layer(index, layer, block, rows)
+                self._run_layer(index, block, rows)
         return self._logits(hidden, step.logit_rows)
 
-    def _blocks(self, step: Step) -> list[_Block]:
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(token_ids, self._weights.embedding)
+
+    def _block_scratch(self, rows: int) -> Scratch:
+        return Scratch(self._weights.shape, rows, self._weights.embedding)
+
+    def _blocks(self, step: Step) -> list[Block]:
         """Blocks of equal size; only the last one may be padded."""
         total = step.token_ids.shape[0]
         count = -(-total // self._block_rows)
@@ -181,7 +196,8 @@ class FusedLlamaRunner:
             choice = self._rows.choose(stop - start)
             padded = max(stop - start, choice.min_rows)
             positions = _padded(step.positions[start:stop], padded - stop + start)
-            rotary = self._rotary.rows(positions.to(self.device), needed)
+            scratch = self._block_scratch(padded)
+            scratch.turn_to(*self._rotary.rows(positions.to(self.device), needed))
             mine = [group for group in groups if start <= group.row_start < stop]
             watched = [
                 WatchedRows(self._weights.shape, span, step.positions, start, stop)
@@ -189,24 +205,36 @@ class FusedLlamaRunner:
                 if span.watch.layers and span.row_start < stop and start < span.row_stop
             ]
             blocks.append(
-                _Block(
+                Block(
                     self._weights.shape,
+                    scratch,
                     start=start,
                     kernel=choice.kernel,
-                    rotary=rotary,
                     groups=mine,
                     watched=watched,
                 )
             )
         return blocks
 
-    def _run_layer(self, index: int, layer: Layer, block: _Block, hidden: torch.Tensor) -> None:
+    def _run_layer(self, index: int, block: Block, hidden: torch.Tensor) -> None:
         """Add the layer's attention and MLP to ``hidden`` ``[rows, hidden]`` in place."""
-        kernel, eps = block.kernel, self._weights.norm_eps
-        normed = rms_norm(hidden, layer.input_norm, eps)
-        attended = block.attend(index, layer.qkv.apply(normed, kernel))
-        hidden += layer.output.apply(attended, kernel)
-        normed = rms_norm(hidden, layer.mlp_norm, eps)
+        self._before_attention(index, hidden, block.scratch, block.kernel)
+        block.attend(index)
+        self._behind_attention(index, hidden, block.scratch, block.kernel)
+
+    def _before_attention(
+        self, index: int, hidden: torch.Tensor, scratch: Scratch, kernel: Kernel
+    ) -> None:
+        layer = self._weights.layers[index]
+        normed = rms_norm(hidden, layer.input_norm, self._weights.norm_eps)
+        scratch.rotate(layer.qkv.apply(normed, kernel))
+
+    def _behind_attention(
+        self, index: int, hidden: torch.Tensor, scratch: Scratch, kernel: Kernel
+    ) -> None:
+        layer = self._weights.layers[index]
+        hidden += layer.output.apply(scratch.attended.flatten(1), kernel)
+        normed = rms_norm(hidden, layer.mlp_norm, self._weights.norm_eps)
         gate, up = layer.gate_up.apply(normed, kernel).chunk(2, dim=1)
         # weight_first hands out a transposed view and wants its own input contiguous
         activated = torch.mul(functional.silu(gate), up, out=gate.new_empty(gate.shape))
@@ -218,9 +246,13 @@ class FusedLlamaRunner:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         choice = self._rows.choose(count)
         rows = _padded(logit_rows, max(0, choice.min_rows - count)).to(self.device)
+        return self._rows_logits(hidden[rows], choice.kernel)[:count]
+
+    def _rows_logits(self, hidden: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        """float32 ``[rows, vocab_size]`` of all rows of ``hidden``, the caller's."""
         weights = self._weights
-        normed = rms_norm(hidden[rows], weights.final_norm, weights.norm_eps)
-        return weights.head.apply(normed, choice.kernel)[:count].float()
+        normed = rms_norm(hidden, weights.final_norm, weights.norm_eps)
+        return weights.head.apply(normed, kernel).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
