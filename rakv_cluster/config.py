@@ -105,6 +105,11 @@ class Settings(BaseModel):
     packed_budget_bytes: Bytes = Field(
         ByteSize(4 * GIB), description="second copy of the weights for CPU kernels, per replica"
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="record small steps of the fused decoder as CUDA graphs, where they pass its "
+        "check; needs device cuda; not yet run on a GPU",
+    )
 
     host: str = Field("127.0.0.1", description="address the HTTP server binds")
     port: int = Field(8000, ge=1, le=65535, description="port the HTTP server binds")
@@ -250,6 +255,8 @@ class Settings(BaseModel):
             raise ValueError("self_draft and draft_model are both set; choose one")
         if self.self_draft and (self.fused == "off" or self.device != "cpu"):
             raise ValueError("self_draft needs the fused decoder on a CPU")
+        if self.cuda_graphs and (self.fused == "off" or self.device != "cuda"):
+            raise ValueError("cuda_graphs needs the fused decoder and device cuda")
         for host in (self.host, self.grpc_host):
             if not self.has_api_keys and not is_loopback(host):
                 raise ValueError(

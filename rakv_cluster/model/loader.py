@@ -41,13 +41,15 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 class LoadedModel:
     """A model ready to serve. ``runner`` belongs to one thread; the rest may be shared.
 
-    ``rotation`` moves its keys to other positions.
+    ``rotation`` moves its keys to other positions. ``refused_kernels`` are named in
+    :class:`~rakv_cluster.model.selection.ChosenRunner`.
     """
 
     runner: Runner
     tokenizer: PreTrainedTokenizerFast
     card: ModelCard
     rotation: KeyRotation
+    refused_kernels: tuple[str, ...]
 
 
 def load_model(
@@ -91,7 +93,8 @@ def load_model(
         self_check_error=built.error,
         near_tie_eps=built.numerics.near_tie_eps,
     )
-    return LoadedModel(built.runner, tokenizer, card, key_rotation(model, built.runner))
+    rotation = key_rotation(model, built.runner)
+    return LoadedModel(built.runner, tokenizer, card, rotation, built.refused)
 
 
 def check_model(source: str, *, device: str = "cpu") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from rakv_cluster.engine.stats import Counters, EngineStats
@@ -57,6 +57,11 @@ FIGURES: tuple[Figure, ...] = (
         Figure(_counter(name), _COUNTER_HELP.get(name, f"The engine's counter {name}."))
         for name in _ENGINE_COUNTERS
     ),
+    Figure(
+        "model_refused_kernels_total",
+        "Kernels that could not be made or failed the check at load, so that others serve.",
+        "kernels",
+    ),
     Figure("replica_backlog_seconds", "Expected time to compute the prompts that are there."),
     Figure("replica_seconds_per_output_token", "Expected pace of one request, drafts included."),
     Figure("store_records", "Records on this node's disk, or in RAM where there is no disk."),
@@ -81,7 +86,11 @@ FIGURES: tuple[Figure, ...] = (
 
 
 def replica_figures(
-    engine: EngineStats, store: StoreStats, routing: ReplicaReport, speculation: SpeculationReport
+    engine: EngineStats,
+    store: StoreStats,
+    routing: ReplicaReport,
+    speculation: SpeculationReport,
+    refused_kernels: Sequence[str],
 ) -> Figures:
     """A replica's reports under the names of :data:`FIGURES`, in base units."""
     counters = engine.counters
@@ -103,6 +112,7 @@ def replica_figures(
             _counter(name): getattr(counters, name) / (1e3 if name.endswith("_ms") else 1)
             for name in _ENGINE_COUNTERS
         },
+        "model_refused_kernels_total": dict.fromkeys(refused_kernels, 1),
         "replica_backlog_seconds": routing.backlog_ms / 1e3,
         "replica_seconds_per_output_token": routing.token_ms / 1e3,
         "store_records": store.records,

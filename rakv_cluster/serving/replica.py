@@ -83,6 +83,7 @@ class Replica:
     ) -> None:
         self._name = name
         self._card = model.card
+        self._refused_kernels = model.refused_kernels
         self._store = store
         self._costs = _identity(model)
         self._costs_path = costs_path(settings.cache_path, self._costs)
@@ -157,6 +158,7 @@ class Replica:
             await asyncio.to_thread(self._store.stats),
             self._reporter.report(),
             self._speculator.report(context_tokens=_REPORTED_CONTEXT_TOKENS),
+            self._refused_kernels,
         )
         return {self._name: figures}
 
@@ -218,6 +220,7 @@ def load_served_model(source: str, settings: Settings) -> LoadedModel:
                 native=settings.native,
                 numerics=settings.numerics,
                 packed_budget_bytes=settings.packed_budget_bytes,
+                cuda_graphs=settings.cuda_graphs,
             ),
         )
     )

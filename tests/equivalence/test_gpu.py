@@ -9,6 +9,7 @@ import torch
 
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.loader import DtypeName, LoadedModel, load_model
+from rakv_cluster.model.selection import KernelOptions
 from rakv_cluster.model.step import Span, Step
 from rakv_cluster.testing.tiny_models import save_tiny_model, tiny_llama
 
@@ -34,9 +35,15 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.2)])
-def test_logits_are_the_cpu_s(dtype: DtypeName, tolerance: float, tmp_path: Path) -> None:
+def test_logits_are_the_cpu_s(
+    dtype: DtypeName, tolerance: float, graphs: bool, tmp_path: Path
+) -> None:
     folder = str(save_tiny_model(tmp_path / "tiny", tiny_llama(seed=1)))
     expected = logits(load_model(folder))
-    found = logits(load_model(folder, device="cuda", dtype=dtype))
-    assert float((found.float() - expected).abs().max()) < tolerance
+    options = KernelOptions(cuda_graphs=graphs)
+    loaded = load_model(folder, device="cuda", dtype=dtype, kernels=options)
+    assert loaded.card.numeric_class.startswith("fused[plain,graphs]" if graphs else "fused[plain]")
+    assert loaded.refused_kernels == ()
+    assert float((logits(loaded).float() - expected).abs().max()) < tolerance

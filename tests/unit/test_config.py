@@ -116,6 +116,13 @@ def test_a_model_that_drafts_for_itself_needs_what_it_needs(
         load_settings({"self_draft": True, **flags}, environ={})
 
 
+@pytest.mark.parametrize("flags", [{"device": "cpu"}, {"device": "cuda", "fused": "off"}])
+def test_cuda_graphs_are_refused_where_there_are_none(flags: dict[str, object]) -> None:
+    assert load_settings({"cuda_graphs": True, "device": "cuda"}, environ={}).cuda_graphs
+    with pytest.raises(ConfigError, match="cuda_graphs needs the fused decoder and device cuda"):
+        load_settings({"cuda_graphs": True, **flags}, environ={})
+
+
 def test_replicas_share_the_cores_unless_told() -> None:
     assert load_settings({"threads": 3}, environ={}).threads_per_replica == 3
     assert load_settings({"replicas": 10_000}, environ={}).threads_per_replica == 1

@@ -132,10 +132,12 @@ def test_a_replica_reports_every_figure_and_no_other() -> None:
         speculation.ReplicaReport(
             30.0, (arm,), (0.5, 0.7), {"best": 3}, {0: 1, 2: 2}, 0.1, -0.2, 2, 0.0, 1.0, 1
         ),
+        ("plain,graphs",),
     )
 
     assert set(reported) == {figure.name for figure in FIGURES}
     assert reported["engine_prefill_seconds_per_token"] == 0.005
+    assert reported["model_refused_kernels_total"] == {"plain,graphs": 1}
     assert reported["replica_backlog_seconds"] == 1.5
     assert reported["speculation_steps_total"] == {"0": 1, "2": 2}
     assert reported["speculation_break_even_acceptance_ratio"] == {"2": 0.17}

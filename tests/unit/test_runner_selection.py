@@ -82,7 +82,9 @@ def test_a_wrong_attention_falls_back_to_the_generic_forward(
         out.zero_()
 
     monkeypatch.setattr(Masked, "attend", zeros)
-    assert isinstance(choose().runner, TransformersRunner)
+    chosen = choose()
+    assert isinstance(chosen.runner, TransformersRunner)
+    assert {"uniform", "plain"} <= set(chosen.refused)
     with pytest.raises(UnsupportedModel, match="uniform"):
         choose(fused="on")
 
