@@ -139,7 +139,7 @@ def plot(ran: Sequence[Ran], path: Path) -> bool:
     except ImportError:
         return False
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot  # noqa: PLC0415  # the `bench` extra
 
     figures = [
         (f"{one.name}: {x['name']}"[:70], _margin(x), x["met"])

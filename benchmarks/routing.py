@@ -204,7 +204,7 @@ def plot(folder: Path, results: Mapping[str, Mapping[str, Summary]]) -> None:
     import matplotlib as mpl  # noqa: PLC0415  # only who wants pictures needs it
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt  # noqa: PLC0415  # only who wants pictures needs it
 
     folder.mkdir(parents=True, exist_ok=True)
     for trace in sorted({name.split(", ")[0] for name in results}):

@@ -83,8 +83,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def _pdf_text(path: Path) -> str:
     # Imported late: an extra of the package, and needed by few jobs.
     try:
-        from pypdf import PdfReader  # noqa: PLC0415
-        from pypdf.errors import PyPdfError  # noqa: PLC0415
+        from pypdf import PdfReader  # noqa: PLC0415  # an extra
+        from pypdf.errors import PyPdfError  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise ConfigError("PDF files need pypdf: pip install 'rakv-cluster[batch]'") from error
     try:

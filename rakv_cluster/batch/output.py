@@ -99,7 +99,7 @@ def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def _parquet() -> tuple[Any, Any]:
     try:
         import pyarrow  # noqa: PLC0415  # an extra of the package
-        import pyarrow.parquet  # noqa: PLC0415
+        import pyarrow.parquet  # noqa: PLC0415  # an extra of the package
     except ImportError as error:
         raise ConfigError(
             "Parquet needs pyarrow: pip install 'rakv-cluster[batch]'", field="out"

@@ -181,7 +181,7 @@ async def _ask_all(
             await run(lambda m, d: client.chat(m, documents=d, **target.options), target.window)
         return
     # Imported late: few batches load a model.
-    from rakv_cluster.batch.local_engine import local_engine  # noqa: PLC0415
+    from rakv_cluster.batch.local_engine import local_engine
 
     settings = load_settings()
     window = min(target.window, settings.max_running + settings.max_waiting)

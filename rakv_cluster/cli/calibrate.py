@@ -45,20 +45,20 @@ def calibrate(
     given = {"model": model, "cache_dir": cache_dir}
     settings = load_settings({name: value for name, value in given.items() if value is not None})
     # Imported late: the other commands must not wait for torch.
-    from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
-    from rakv_cluster.model.loader import load_model  # noqa: PLC0415
-    from rakv_cluster.reuse.calibrating import measure_curves  # noqa: PLC0415
-    from rakv_cluster.reuse.calibration import (  # noqa: PLC0415
+    from rakv_cluster.model.fetch import resolve
+    from rakv_cluster.model.loader import load_model
+    from rakv_cluster.reuse.calibrating import measure_curves
+    from rakv_cluster.reuse.calibration import (
         Calibration,
         calibration_path,
         save_calibration,
     )
-    from rakv_cluster.reuse.probing import probe_settings  # noqa: PLC0415
-    from rakv_cluster.serving.calibration_texts import (  # noqa: PLC0415
+    from rakv_cluster.reuse.probing import probe_settings
+    from rakv_cluster.serving.calibration_texts import (
         STANDARD_LIBRARY,
         calibration_prompts,
     )
-    from rakv_cluster.serving.prompting import PromptRenderer  # noqa: PLC0415
+    from rakv_cluster.serving.prompting import PromptRenderer
 
     console = Console()
     loaded = load_model(

