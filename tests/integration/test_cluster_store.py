@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from rakv_cluster.cluster.service import (
 from rakv_cluster.cluster.settings import ClientLimits, ClusterStoreSettings, ManagerLimits
 from rakv_cluster.cluster.shard_actor import ShardActor
 from rakv_cluster.store.lmdb_shard import ShardSettings
+from rakv_cluster.testing import waiting
 from rakv_cluster.testing.fake_replica import FakeReplica
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.records import TINY_NAMESPACE, load_item, tiny_record
@@ -53,12 +54,7 @@ FAST_FAILURE_DETECTION = {
 }
 PATIENCE_S = 60.0
 
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        threading.Event().wait(0.05)
+eventually = partial(waiting.eventually, timeout_s=PATIENCE_S)
 
 
 class Asker:

@@ -29,7 +29,7 @@ class Measuring:
     """Yields after each prompt, once :attr:`go` is set for it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.begun = 0
+        self.begun = self.measured = 0
         self.threads = 0
         self.go = [threading.Event(), threading.Event()]
         self._error = error
@@ -41,6 +41,7 @@ class Measuring:
             assert go.wait(DEADLINE_S)
             if self._error is not None:
                 raise self._error
+            self.measured = done
             yield replace(FOUND, prompts=done)
 
 
@@ -83,9 +84,12 @@ def test_another_replica_may_be_faster(path: Path) -> None:
     others = replace(FOUND, texts="another's")
 
     save_calibration(others, path)
-    measuring.go[0].set()
+    for go in measuring.go:
+        go.set()
 
     eventually(lambda: calibrator.current() == others, "the other's is used")
+    assert measuring.measured == 1
+    assert load_calibration(path) == others
 
 
 def test_without_prompts_it_is_never_measured(path: Path) -> None:
@@ -104,7 +108,10 @@ def test_a_failure_is_said(path: Path) -> None:
 
     measuring.go[0].set()
 
-    eventually(lambda: "failed" in calibrator.current().choose(0.3).refusal, "it is known")
+    eventually(lambda: "failed" in calibrator.current().pending, "it is known")
+    assert "see the replica's log" in calibrator.current().choose(0.3).refusal
+    assert measuring.begun == 1
+    assert not path.exists()
 
 
 def test_an_engine_that_stops_is_no_failure(path: Path, caplog: pytest.LogCaptureFixture) -> None:
