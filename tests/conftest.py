@@ -24,9 +24,10 @@ settings.register_profile(
 settings.load_profile("rakv")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _torch_settings() -> None:
-    """One thread everywhere: rounding depends on their number, and tiny models gain nothing."""
+    """One thread, whatever the module before has set: rounding depends on their number, and at
+    these sizes two only wait for each other."""
     torch.set_num_threads(1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -59,15 +58,6 @@ PLANS = {
                      Kernel.PACKED),
     "weight_first": RowPlan((), Kernel.WEIGHT_FIRST),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads only wait for each other at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(kind: str) -> PreTrainedModel:

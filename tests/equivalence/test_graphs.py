@@ -6,7 +6,7 @@ would go wrong in a graph (a tensor made anew, a Python value that changes) goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,15 +62,6 @@ def tape(work: Work) -> Work:
     with Tape() as recorded:
         work()
     return recorded.replay
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads only wait for each other at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

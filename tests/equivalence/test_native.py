@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,15 +31,6 @@ SIZES = {
     "initializer_range": 0.1,
     "use_cache": False,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads only wait for each other at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(kind: str = "llama", **sizes: int) -> LlamaForCausalLM | Qwen2ForCausalLM:

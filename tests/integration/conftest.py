@@ -52,3 +52,10 @@ def local(start_local: StartLocal) -> LocalService:
 def http(local: LocalService) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=local.url, timeout=60.0) as client:
         yield client
+
+
+@pytest.fixture
+def fresh(start_local: StartLocal) -> Iterator[httpx.Client]:
+    """A client of a service that nobody has asked anything."""
+    with httpx.Client(base_url=start_local().url, timeout=60.0) as client:
+        yield client

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from rakv_cluster.testing.service import StartLocal
+from rakv_cluster.testing import chats
 from rakv_cluster.testing.waiting import eventually
 
-CHAT = "/v1/chat/completions"
 ASH, BIRCH, CEDAR = (
     {"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")
 )
 
 
-@pytest.fixture
-def fresh(start_local: StartLocal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=start_local().url, timeout=60.0) as client:
-        yield client
-
-
 def ask(http: httpx.Client, *documents: dict[str, str], **fields: Any) -> dict[str, Any]:
-    body = {
-        "messages": [{"role": "user", "content": "Which tree?"}],
-        "documents": documents,
-        "max_tokens": 16,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
-    response = http.post(CHAT, json=body)
-    assert response.status_code == 200, response.text
-    result: dict[str, Any] = response.json()
-    return result
+    return chats.ask(http, documents=documents, **fields)
 
 
 def seen(http: httpx.Client) -> None:
@@ -103,7 +85,7 @@ def test_exact_requests_say_nothing_is_approximate(fresh: httpx.Client) -> None:
 def test_bad_wishes_name_the_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
 
-    response = http.post(CHAT, json=body)
+    response = http.post(chats.CHAT, json=body)
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param

@@ -16,6 +16,7 @@ from rakv_cluster.config import load_settings
 from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.calibration import Calibration, calibration_path, load_calibration
 from rakv_cluster.store.memory import MemoryStore
+from rakv_cluster.testing import chats
 from rakv_cluster.testing.service import local_service
 from rakv_cluster.testing.waiting import eventually
 
@@ -130,15 +131,7 @@ def same_threads() -> dict[str, str]:
 
 
 def ask(http: httpx.Client, *documents: dict[str, str], **fields: Any) -> dict[str, Any]:
-    body = {
-        "messages": [{"role": "user", "content": "Which tree?"}],
-        "documents": documents,
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
-    result: dict[str, Any] = http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    return result
+    return chats.ask(http, documents=documents, max_tokens=4, **fields)
 
 
 def cached(answer: dict[str, Any]) -> bool:

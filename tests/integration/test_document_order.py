@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
 import httpx
-import pytest
 
-from rakv_cluster.testing.service import StartLocal
+from rakv_cluster.testing import chats
 from rakv_cluster.testing.waiting import eventually
 
-CHAT = "/v1/chat/completions"
 DOCUMENTS = [{"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")]
 ORDERS = list(permutations(range(3)))
 
 
-@pytest.fixture
-def fresh(start_local: StartLocal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=start_local().url, timeout=60.0) as client:
-        yield client
-
-
 def ask(http: httpx.Client, order: tuple[int, ...], **fields: Any) -> dict[str, Any]:
-    body = {
-        "messages": [{"role": "user", "content": "Which tree?"}],
-        "documents": [DOCUMENTS[i] for i in order],
-        "max_tokens": 16,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
-    response = http.post(CHAT, json=body)
-    assert response.status_code == 200, response.text
-    result: dict[str, Any] = response.json()
-    return result
+    return chats.ask(http, **{"documents": [DOCUMENTS[i] for i in order]} | fields)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -107,7 +88,7 @@ def test_the_longest_of_several_cached_paths_wins(fresh: httpx.Client) -> None:
 def test_an_error_names_the_document_as_it_was_sent(fresh: httpx.Client) -> None:
     documents = [*DOCUMENTS, {"id": "bad", "text": ""}]
     response = fresh.post(
-        CHAT,
+        chats.CHAT,
         json={
             "messages": [{"role": "user", "content": "?"}],
             "documents": documents,

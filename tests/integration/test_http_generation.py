@@ -9,29 +9,13 @@ from typing import Any
 
 import httpx
 
+from rakv_cluster.testing.chats import CHAT, ask, chat
 from rakv_cluster.testing.service import LocalService, StartLocal
 from rakv_cluster.testing.tiny_models import SPECIAL_TOKENS
 from rakv_cluster.testing.waiting import eventually
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COMPLETIONS = "/v1/completions"
 DOCUMENTS = [{"id": "a", "text": "Alpha. " * 100}, {"id": "b", "text": "Beta. " * 100}]
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    """A greedy chat of exactly 24 tokens unless told otherwise."""
-    return {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 24,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
-
-
-def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    response = http.post(CHAT, json=body(**fields))
-    assert response.status_code == 200, response.text
-    result: dict[str, Any] = response.json()
-    return result
 
 
 def token_id(character: str) -> str:
@@ -45,7 +29,7 @@ def text_of(answer: dict[str, Any], choice: int = 0) -> str:
 
 def stream(http: httpx.Client, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
     """Decoded events of a stream that ended with ``[DONE]``."""
-    with http.stream("POST", path, json=body(**fields) | {"stream": True}) as response:
+    with http.stream("POST", path, json=chat(**fields) | {"stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
@@ -276,7 +260,7 @@ def _running(http: httpx.Client) -> str:
 
 
 def test_a_client_that_goes_away_frees_the_engine(local: LocalService, http: httpx.Client) -> None:
-    endless = body(max_tokens=1900, stream=True)
+    endless = chat(max_tokens=1900, stream=True)
     with (
         httpx.Client(base_url=local.url, timeout=60.0) as client,
         client.stream("POST", CHAT, json=endless) as response,
@@ -293,12 +277,12 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(start_local: StartLocal)
     with (
         httpx.Client(base_url=service.url, timeout=60.0) as http,
         ThreadPoolExecutor(2) as pool,
-        http.stream("POST", CHAT, json=body(max_tokens=1900, stream=True)) as running,
+        http.stream("POST", CHAT, json=chat(max_tokens=1900, stream=True)) as running,
     ):
         lines = running.iter_lines()
         next(lines)
 
-        others = [pool.submit(http.post, CHAT, json=body()) for _ in range(2)]
+        others = [pool.submit(http.post, CHAT, json=chat()) for _ in range(2)]
         refused = next(as_completed(others)).result()
         running.close()
         statuses = sorted(other.result().status_code for other in others)
@@ -312,8 +296,8 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(start_local: StartLocal)
 def test_a_deadline_is_408_or_ends_the_stream_with_an_error(start_local: StartLocal) -> None:
     service = start_local(request_timeout_s=0.3)
     with httpx.Client(base_url=service.url, timeout=60.0) as http:
-        whole = http.post(CHAT, json=body(max_tokens=1900))
-        with http.stream("POST", CHAT, json=body(max_tokens=1900, stream=True)) as response:
+        whole = http.post(CHAT, json=chat(max_tokens=1900))
+        with http.stream("POST", CHAT, json=chat(max_tokens=1900, stream=True)) as response:
             lines = [line for line in response.iter_lines() if line]
 
     assert whole.status_code == 408

@@ -14,22 +14,13 @@ import openai
 import pytest
 
 from rakv_cluster.cli.local_service import LocalService
+from rakv_cluster.testing.chats import CHAT, chat
 from rakv_cluster.testing.processes import served, workers
 from rakv_cluster.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
-CHAT = "/v1/chat/completions"
 DOCUMENTS = [{"id": "a", "text": "Alpha. " * 100}, {"id": "b", "text": "Beta. " * 100}]
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 24,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
 
 
 def flags(model: Path, store: Path) -> dict[str, str]:
@@ -86,7 +77,7 @@ def test_the_openai_client_works_against_it(service: LocalService) -> None:
 
 
 def test_a_stream_comes_step_by_step(http: httpx.Client) -> None:
-    with http.stream("POST", CHAT, json=body(stream=True, max_tokens=400)) as response:
+    with http.stream("POST", CHAT, json=chat(stream=True, max_tokens=400)) as response:
         first = next(response.iter_text())
 
     assert first.count("data: ") < 400
@@ -96,11 +87,11 @@ def test_a_stream_comes_step_by_step(http: httpx.Client) -> None:
     ("content", "status", "field"),
     [
         (b"\xff", 400, None),
-        (json.dumps(body(temperature=-1)).encode(), 400, "temperature"),
-        (json.dumps(body(documents=[{"id": "a"}])).encode(), 404, "documents.0.id"),
-        (json.dumps(body(documents=[{"text": "x" * 10_000_000}])).encode(), 413, "body"),
-        (json.dumps(body(documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
-        (json.dumps(body(stream=True, documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
+        (json.dumps(chat(temperature=-1)).encode(), 400, "temperature"),
+        (json.dumps(chat(documents=[{"id": "a"}])).encode(), 404, "documents.0.id"),
+        (json.dumps(chat(documents=[{"text": "x" * 10_000_000}])).encode(), 413, "body"),
+        (json.dumps(chat(documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
+        (json.dumps(chat(stream=True, documents=[{"text": "x" * 5000}])).encode(), 400, "messages"),
     ],
     ids=["not utf-8", "temperature", "unknown document", "10 MB", "too long", "too long, streamed"],
 )
@@ -108,14 +99,14 @@ def test_bad_input_is_refused_and_the_service_goes_on(
     http: httpx.Client, content: bytes, status: int, field: str | None
 ) -> None:
     refused = http.post(CHAT, content=content)
-    answered = http.post(CHAT, json=body())
+    answered = http.post(CHAT, json=chat())
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
     assert answered.status_code == 200
 
 
 def test_a_stream_whose_client_goes_away_frees_the_engine(http: httpx.Client) -> None:
-    with http.stream("POST", CHAT, json=body(stream=True, max_tokens=1900)) as response:
+    with http.stream("POST", CHAT, json=chat(stream=True, max_tokens=1900)) as response:
         lines = response.iter_lines()
         next(lines)
 
@@ -137,7 +128,7 @@ def test_a_client_that_does_not_wait_for_the_answer_frees_the_engine(
         httpx.Client(base_url=service.base_url, timeout=0.5) as hasty,
         pytest.raises(httpx.ReadTimeout),
     ):
-        hasty.post(CHAT, json=body(max_tokens=1900))
+        hasty.post(CHAT, json=chat(max_tokens=1900))
 
     eventually(lambda: cancelled() == before + 1, "the engine ended the request")
 
@@ -151,7 +142,7 @@ def retries(http: httpx.Client) -> float:
 def test_a_stream_outlives_its_replica(
     service: LocalService, http: httpx.Client, sampling: dict[str, Any]
 ) -> None:
-    fields = body(max_tokens=600, **sampling)
+    fields = chat(max_tokens=600, **sampling)
     whole = http.post(CHAT, json=fields).json()["choices"][0]["message"]["content"]
     (worker,) = workers(service)
     before = retries(http)
@@ -172,7 +163,7 @@ def test_a_stream_outlives_its_replica(
 
 def asked_about_documents(service: LocalService) -> dict[str, Any]:
     response = httpx.post(
-        service.base_url + CHAT, json=body(documents=DOCUMENTS), timeout=120.0
+        service.base_url + CHAT, json=chat(documents=DOCUMENTS), timeout=120.0
     ).raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,15 +14,6 @@ from rakv_cluster.model.row_attention import Masked
 from rakv_cluster.model.runner import TransformersRunner
 from rakv_cluster.model.selection import ChosenRunner, KernelOptions, choose_runner
 from rakv_cluster.testing.tiny_models import tiny_gemma3, tiny_llama
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Two threads only wait for each other at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def choose(**options: object) -> ChosenRunner:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rakv_cluster.testing.chats import chat
 from rakv_cluster.testing.surfaces import Piece, Surface, Usage
 from rakv_cluster.testing.tiny_models import SPECIAL_TOKENS
 
@@ -20,12 +21,6 @@ pytestmark = pytest.mark.cluster
 USER = [{"role": "user", "content": "Hello"}]
 DOCUMENTS = [{"id": "a", "text": "Alpha. " * 60}, {"id": "b", "text": "Beta. " * 60}]
 EOS = "2"
-
-
-def chat(**fields: Any) -> dict[str, Any]:
-    """A greedy chat of exactly 24 tokens unless told otherwise."""
-    given = {"messages": USER, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    return given | fields
 
 
 def completion(prompt: object, **fields: Any) -> dict[str, Any]:
