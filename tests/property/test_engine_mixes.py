@@ -13,6 +13,7 @@ from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.probing import ProbeSettings
 from rakv_cluster.speculation.speculator import SPECULATION_MODES, SpeculationMode
+from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
@@ -157,10 +158,10 @@ class Mix:
 def build(config: EngineSettings, draw_fault: st.DataObject | None = None) -> Mix:
     clock = ManualClock()
     memory = MemoryStore(1 << 20, clock)
-    store = memory
+    store: ChunkStore = memory
     if draw_fault is not None:
         faults = st.sampled_from([Fault.NONE, *Fault])
-        store = FaultyStore(memory, lambda: draw_fault.draw(faults))  # type: ignore[assignment]
+        store = FaultyStore(memory, lambda: draw_fault.draw(faults))
     loaders, savers = ManualWorkers(), ManualWorkers()
     engine = EngineHarness(
         FakeRunner(clock=clock),

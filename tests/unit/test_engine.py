@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -280,12 +282,12 @@ def test_a_sink_that_raises_ends_its_request_only(plain: EngineHarness) -> None:
     ],
 )
 def test_requests_that_cannot_run_are_refused_by_field(
-    fields: dict[str, object], error: type[InvalidRequest], field: str, plain: EngineHarness
+    fields: dict[str, Any], error: type[InvalidRequest], field: str, plain: EngineHarness
 ) -> None:
-    prompt = plain.prompt(fields.pop("prompt_ids", [1, 2, 3]))  # type: ignore[arg-type]
-    max_tokens = fields.pop("max_tokens", 4)
+    given = {"max_tokens": 4} | fields
+    prompt = plain.prompt(given.pop("prompt_ids", [1, 2, 3]))
 
     with pytest.raises(error) as raised:
-        plain.ask(prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        plain.ask(prompt, **given)
 
     assert raised.value.field == field

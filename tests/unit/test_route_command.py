@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from typer.testing import CliRunner
 
 from rakv_cluster.cli.main import app
+from rakv_cluster.testing.http_server import http_server
 
 TERMS = {
     "expected_ms": 30.0, "backlog_ms": 1.0, "slot_wait_ms": 2.0, "load_ms": 3.0,
@@ -26,28 +26,22 @@ ANSWER = {
 }  # fmt: skip
 
 
-class Service(BaseHTTPRequestHandler):
+async def service() -> FastAPI:
     """Answers a body of ``{}`` with an error and others with :data:`ANSWER`."""
+    routes = FastAPI()
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    @routes.post("/v1/route/explain")
+    async def answer(request: Request) -> JSONResponse:
         error = {"error": {"message": "messages: field required"}}
-        self.send_response(200 if asked else 400)
-        self.end_headers()
-        self.wfile.write(json.dumps(ANSWER if asked else error).encode())
+        return JSONResponse(ANSWER) if await request.json() else JSONResponse(error, 400)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing on stderr."""
+    return routes
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(service) as url:
+        yield url
 
 
 def explain(file: Path, url: str) -> tuple[int, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import numpy as np
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from typer.testing import CliRunner
 
 from rakv_cluster.cli.main import app
@@ -20,6 +19,7 @@ from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.speculation.verification import judge_block
 from rakv_cluster.telemetry import Figures
 from rakv_cluster.testing import ManualClock
+from rakv_cluster.testing.http_server import http_server
 from rakv_cluster.testing.speculation import NO_RULE
 
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18] * 6
@@ -45,29 +45,25 @@ def replica_figures() -> Figures:
     return figures(subject.report(context_tokens=128))
 
 
-class Service(BaseHTTPRequestHandler):
+async def service() -> FastAPI:
     """Answers with a replica's figures to whoever brings the key."""
+    routes = FastAPI()
 
-    def do_GET(self) -> None:
-        allowed = self.headers["Authorization"] == "Bearer secret"
+    @routes.get("/v1/cache/stats")
+    async def answer(request: Request) -> JSONResponse:
+        if request.headers["Authorization"] != "Bearer secret":
+            return JSONResponse({"error": {"message": "no key"}}, 403)
         named = {f"speculation_{name}": value for name, value in replica_figures().items()}
-        good = {"shards_by_node": {}, "replicas": {"r1": {"engine_running": 0.0, **named}}}
-        self.send_response(200 if allowed else 403)
-        self.end_headers()
-        self.wfile.write(json.dumps(good if allowed else {"error": {"message": "no key"}}).encode())
+        replicas = {"r1": {"engine_running": 0.0, **named}}
+        return JSONResponse({"shards_by_node": {}, "replicas": replicas})
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing on stderr."""
+    return routes
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(service) as url:
+        yield url
 
 
 def report(url: str, key: str) -> tuple[int, str]:
