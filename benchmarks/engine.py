@@ -203,7 +203,7 @@ def verification(rig: Rig, scale: Scale, report: Report) -> None:
 def admission_gap(rig: Rig, scale: Scale, report: Report) -> None:
     """A running stream's worst gap while a prompt of 4k tokens comes in, and that prompt's TTFT."""
     gaps, ttfts = [], []
-    for _ in range(max(scale.rounds // 2, 1)):
+    for _ in range(scale.rounds):
         alone_s = rig.ask(rig.ids(4000), 1).wait().ttft_s
         stream = rig.ask(rig.ids(SHORT_CONTEXT), 3000)
         _wait_for(stream, 24)

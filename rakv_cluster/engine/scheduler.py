@@ -165,24 +165,22 @@ def _prefill_budget(
 ) -> int:
     """Prompt tokens that keep the running streams' gap within the factor; all if none runs.
 
-    What prompt tokens cost beside a stream is a difference of two measured times, both noisy, and
-    the first of them ride along while the step waits for memory. So a step is taken to grow in
-    proportion to all of its time, from a number of rows for which that is measured to less than
-    twice as many, and no further where twice as many were too slow.
+    The first tokens ride along while the step waits for memory, so what a few cost says little of
+    many: the budget doubles as long as twice as many are measured to fit, and what fits beyond that
+    costs what these did, each, up to twice as many.
     """
     streams = sum(each.streaming for each in singles)
     if not streams:
         return limits.max_step_tokens
     decode_ms = costs.decode_ms(len(singles))
-    limit_ms = limits.gap_factor * decode_ms
+    room_ms = (limits.gap_factor - 1) * decode_ms
     tokens = limits.min_prefill_tokens
     while tokens < limits.max_step_tokens:
         wider = 2 * tokens
-        if decode_ms + wider * costs.prefill_rate_ms(wider, oldest.position) > limit_ms:
+        if wider * costs.prefill_rate_ms(wider, oldest.position) > room_ms:
             break
         tokens = wider
-    step_ms = decode_ms + tokens * costs.prefill_rate_ms(tokens, oldest.position)
-    fits = int(tokens * limit_ms / step_ms)
+    fits = int(room_ms / costs.prefill_rate_ms(tokens, oldest.position))
     return max(limits.min_prefill_tokens, min(fits, 2 * tokens - 1))
 
 

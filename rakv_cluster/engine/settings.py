@@ -29,7 +29,7 @@ class EngineSettings:
     max_waiting: int = 256
     max_step_tokens: int = 512
     min_prefill_tokens: int = 8
-    decode_gap_factor: float = 2.6
+    decode_gap_factor: float = 2.5
     growth_tokens: int = 256
     loader_threads: int = 2
     load_deadline_s: float = 5.0

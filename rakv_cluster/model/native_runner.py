@@ -8,6 +8,7 @@ in either.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,9 +30,12 @@ TILE_ROWS = 192
 """Most query heads (of one KV head) times rows that attend together: they share the reading of K
 and V, and their queries and sums stay in the cache."""
 
-_LEAST_TILE, _TILES = 8, 4
-"""A span is cut into four or more tiles, so that threads share it evenly, but none of fewer than so
-many rows: every tile transposes the keys for itself."""
+_MANY_ROWS = 4
+"""A small step stays one call unless so many times fewer rows' logits are wanted than it has: then
+what the last layer would compute for the others is saved."""
+
+_LEAST_TILE = 4
+"""No span is cut into tiles of fewer rows: every tile transposes the keys for itself."""
 
 
 class _Block:
@@ -51,6 +55,8 @@ class _Block:
         self.rows, self.hidden, self._shape = rows, hidden, shape
         self.watched: list[WatchedRows] = []
         tile_rows, starts = max(TILE_ROWS // shape.group, 1), []
+        threads = torch.get_num_threads()
+        shares = threads // math.gcd(threads, shape.kv_heads)
         table = np.empty((4, count), np.int64)
         for span in step.spans:
             start, stop = max(span.row_start, rows.start), min(span.row_stop, rows.stop)
@@ -59,7 +65,7 @@ class _Block:
             mine = slice(start - rows.start, stop - rows.start)
             data = span.buffer.data
             table[:, mine] = np.array([[data.data_ptr(), *data.stride()[:3]]]).T
-            starts.extend(_tiles(mine, tile_rows))
+            starts.extend(_tiles(mine, tile_rows, shares))
             if span.watch.layers:
                 self.watched.append(WatchedRows(shape, span, step.positions, rows.start, rows.stop))
         positions = step.positions[rows].contiguous()
@@ -76,7 +82,7 @@ class _Block:
             tile_rows,
             tiles.ctypes.data,
             None,
-            torch.get_num_threads(),
+            threads,
         )
         self.step.kept = (table, tiles, positions, cosines, sines)
 
@@ -109,10 +115,15 @@ class NativeLlamaRunner(FusedLlamaRunner):
         check_spans(step)
         hidden = functional.embedding(step.token_ids, self._weights.embedding)
         blocks = self._native_blocks(step, hidden)
-        if hidden.shape[0] <= SMALL_ROWS:
-            self._run_small(blocks[0])
+        rows, wanted = hidden.shape[0], len(step.logit_rows)
+        if rows > SMALL_ROWS:
+            return self._head(self._run_large(blocks, step.logit_rows))
+        if _MANY_ROWS * wanted > rows:
+            self._run_small(blocks[0], len(self._weights.layers))
             return self._head(hidden[step.logit_rows])
-        return self._head(self._run_large(blocks, step.logit_rows))
+        self._run_small(blocks[0], len(self._weights.layers) - 1)
+        normed = self._start_layer(len(self._weights.layers) - 1, blocks)
+        return self._head(self._run_last(blocks, normed, step.logit_rows))
 
     def _native_blocks(self, step: Step, hidden: torch.Tensor) -> list[_Block]:
         total = step.token_ids.shape[0]
@@ -138,34 +149,47 @@ class NativeLlamaRunner(FusedLlamaRunner):
         floats = self._native.rakv_scratch(self._shape, rows, step.tile_rows, step.threads)
         scratch = torch.empty(floats)
         step.scratch = scratch.data_ptr()
+        step.kept = (*step.kept, scratch)
         return scratch
 
-    def _run_small(self, block: _Block) -> None:
-        """All layers over ``block.hidden``, in place; in one call unless a watch wants to see."""
+    def _run_small(self, block: _Block, count: int) -> None:
+        """The first ``count`` layers over ``block.hidden``, in place; in one call unless a watch
+        wants to see."""
         step, layers = block.step, self._native_weights.layers
         scratch = self._scratch(step, step.rows)
         rotated = scratch[step.rows * self._weights.shape.heads * self._weights.shape.head_dim :]
-        stops = {len(layers) - 1}.union(*(each.layers for each in block.watched))
+        watched = {number for each in block.watched for number in each.layers if number < count}
         first, at = 0, ctypes.addressof(layers)
-        for last in sorted(stops):
+        for last in sorted(watched | {count - 1}):
             self._native.rakv_layers(self._shape, step.address, at, first, last + 1)
             block.tell_watches(last, rotated)
             first = last + 1
 
     def _run_large(self, blocks: Sequence[_Block], logit_rows: torch.Tensor) -> torch.Tensor:
         """All layers over the blocks' ``hidden``, in place, layer by layer: a block attends to the
-        ones before it. Behind the last attention only ``logit_rows`` go on: ``[R, hidden]``."""
-        normed = [torch.empty_like(block.hidden) for block in blocks]
-        scratch = self._scratch(blocks[0].step, 0)
-        for block, x in zip(blocks, normed, strict=True):
-            block.step.scratch = scratch.data_ptr()
-            self._add_norm(block.hidden, None, self._weights.layers[0].input_norm, x)
-        last = len(self._weights.layers) - 1
-        for number in range(last):
+        ones before it."""
+        normed = self._start_layer(0, blocks)
+        for number in range(len(self._weights.layers) - 1):
             then = self._weights.layers[number + 1].input_norm
             for block, x in zip(blocks, normed, strict=True):
                 attended = self._attend(number, block, x)
                 self._finish_layer(number, block.hidden, attended, x, then)
+        return self._run_last(blocks, normed, logit_rows)
+
+    def _start_layer(self, number: int, blocks: Sequence[_Block]) -> list[torch.Tensor]:
+        """The blocks' rows as layer ``number`` wants them: normed."""
+        normed = [torch.empty_like(block.hidden) for block in blocks]
+        scratch = self._scratch(blocks[0].step, 0)
+        for block, x in zip(blocks, normed, strict=True):
+            block.step.scratch = scratch.data_ptr()
+            self._add_norm(block.hidden, None, self._weights.layers[number].input_norm, x)
+        return normed
+
+    def _run_last(
+        self, blocks: Sequence[_Block], normed: Sequence[torch.Tensor], logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The last layer. Behind its attention only ``logit_rows`` go on: ``[R, hidden]``."""
+        last = len(self._weights.layers) - 1
         result = blocks[0].hidden.new_empty(len(logit_rows), blocks[0].hidden.shape[1])
         for block, x in zip(blocks, normed, strict=True):
             wanted = (logit_rows >= block.rows.start) & (logit_rows < block.rows.stop)
@@ -181,7 +205,7 @@ class NativeLlamaRunner(FusedLlamaRunner):
     def _attend(self, number: int, block: _Block, x: torch.Tensor) -> torch.Tensor:
         """Attention of a layer over the block's normed rows ``x``; stores their K and V."""
         layer = self._weights.layers[number]
-        qkv = layer.qkv.apply(x, Kernel.PACKED)
+        qkv = self._product(layer.qkv, self._native_weights.layers[number].qkv, x)
         attended = x.new_empty(x.shape[0], layer.output.weight.shape[1])
         step = block.step.address
         self._native.rakv_attend(self._shape, step, qkv.data_ptr(), number, attended.data_ptr())
@@ -245,9 +269,10 @@ class NativeLlamaRunner(FusedLlamaRunner):
         return self._product(self._weights.head, self._native_weights.head, normed)
 
 
-def _tiles(rows: slice, most: int) -> list[int]:
-    """First rows of about equal parts of ``rows``, of at most ``most`` rows."""
+def _tiles(rows: slice, most: int, shares: int) -> list[int]:
+    """First rows of about equal parts of ``rows``, of at most ``most`` rows; a multiple of
+    ``shares`` of them, where that leaves enough in each, so that threads have equally much."""
     count = rows.stop - rows.start
-    wanted = min(most, max(_LEAST_TILE, -(-count // _TILES)))
-    pieces = -(-count // wanted)
+    wanted = -(-count // most)
+    pieces = max(wanted, min(-(-wanted // shares) * shares, count // _LEAST_TILE), 1)
     return [rows.start + count * piece // pieces for piece in range(pieces)]

@@ -131,6 +131,19 @@ def test_what_was_too_slow_at_this_context_is_not_granted_for_being_quick_at_ano
     assert 8 <= tokens <= 28 / (62 / 32)
 
 
+def test_a_prompt_gets_all_that_fits_by_what_as_many_tokens_cost() -> None:
+    bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0)
+    measured = Costs(step_tokens=512)
+    measured.observe_decode(1, 14.0)
+    measured.observe_prefill(3000, 10, 25.0)
+    measured.observe_prefill(3000, 16, 40.0)
+
+    candidates = [Candidate(0, "a", 100, 1, True), Candidate(1, "a", 3000, 4000, False)]
+    tokens = plan_step(candidates, {}, bounds, measured.view(0.0))[-1].tokens
+
+    assert tokens == 11  # 28 ms of room, 2.5 each
+
+
 def test_without_streams_a_prompt_gets_the_whole_step() -> None:
     bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=16, gap_factor=3.0)
 
