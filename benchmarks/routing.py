@@ -4,11 +4,13 @@
         [--json F] [--check]
 
 Eight replicas that compute a token in 0.1 ms serve the first requests of the Mooncake conversation
-trace and of coding-agent sessions; "store 2x" loads KV twice as fast as it is computed, from disk,
-and a little slower from another node. What is measured is the router and the caches it steers:
-see :mod:`rakv_cluster.testing.simulated_worker` for what the replicas' model leaves out. Runs over
-the agents' sessions differ by 5 to 20% with when they begin: what is printed is the median of five,
-each beside the best of the others in the same run. About 15 minutes of one core. Without the
+trace, at recorded times, and whole coding-agent sessions, whose requests wait for the answers they
+contain; "store 2x" loads KV twice as fast as it is computed, from disk, and a little slower from
+another node. Load is the trace's speed or the number of sessions at once; one of 1 takes about all
+time of the replicas. What is measured is the router and the caches it steers: see
+:mod:`rakv_cluster.testing.simulated_worker` for what the replicas' model leaves out. Runs over the
+agents' sessions differ by some 5% with when they begin: what is printed are medians of five, and of
+the quotients by another rule's figure in the same run. About 20 minutes of one core. Without the
 recorded traces (``$RAKV_SHARED``), questions about documents of Zipf popularity take their
 place, and the report says so.
 """
@@ -50,6 +52,8 @@ PREFILL_MS = 0.1
 SLO_TTFT_MS = 5000.0
 LOADS = {"low": 0.5, "medium": 0.85, "overload": 1.5}
 STORES = {"2x": 2.0, "10x": 10.0}
+# Of the 20 sessions: so many take all time of the replicas, each where its KV is.
+AGENT_COPIES = 16
 OURS = "ours"
 
 
@@ -88,19 +92,15 @@ def hardware(store: str) -> Hardware:
 
 
 def requests_of(scenario: Scenario, count: int, seed: int) -> list[TraceRequest]:
-    """The scenario's requests; its load scales the trace's own pace."""
+    """The scenario's requests: ``count``, or whole sessions in proportion to load and ``count``."""
     speed, traces = LOADS[scenario.load], shared_data() / "traces"
     if scenario.trace == "mooncake":
         recorded = traces / "mooncake_conversation.jsonl"
         if recorded.exists():
             return list(mooncake(recorded, speed=speed, requests=count))
     elif (traces / "agent_miniswe").exists():
-        copies = max(count // 400, 1)
-        # A session waits for its model, so copies of sessions are what makes load.
-        sessions = agent_sessions(
-            traces / "agent_miniswe", speed=2.0 * speed, copies=copies, seed=seed
-        )
-        return sessions[:count]
+        copies = max(round(speed * AGENT_COPIES * count / 4000), 1)
+        return agent_sessions(traces / "agent_miniswe", copies=copies, seed=seed)
     load = DocumentLoad(rate_per_s=12 * speed, requests=count, document_tokens=8192)
     return list(document_questions(load, seed))
 
@@ -141,18 +141,21 @@ def compare(scenario: Scenario, count: int, seed: int) -> Results:
 
 
 def requirements_of(name: str, store: str, load: str, runs: Sequence[Results]) -> list[Requirement]:
-    """What the router must show on one scenario, against the best of the others at each figure.
+    """What the router must show on one scenario, against whichever rule is hardest to beat there.
 
-    The median over ``runs``, each beside the best of the others in that run.
+    Each rule is compared over all ``runs``, by the median. The lowest figure of every single run
+    would be nobody's: among equal rules chance alone makes one of them the best.
     """
     needed = []
     for figure in ("ttft_p50_ms", "ttft_p90_ms"):
-        ratios = [
-            getattr(run[OURS], figure) / min(getattr(run[rule], figure) for rule in PEERS)
-            for run in runs
-        ]
-        ratio = statistics.median(ratios)
-        needed.append(Requirement(f"{name}: {figure} over the best other's", ratio, "<=", 1.03))
+        ratios = {
+            rule: statistics.median(
+                getattr(run[OURS], figure) / getattr(run[rule], figure) for run in runs
+            )
+            for rule in PEERS
+        }
+        best = max(ratios, key=ratios.__getitem__)
+        needed.append(Requirement(f"{name}: {figure} over {best}'s", ratios[best], "<=", 1.03))
     gain = statistics.median(
         run["least loaded"].ttft_p50_ms / run[OURS].ttft_p50_ms for run in runs
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -118,6 +119,7 @@ class Ingress:
 class _Open:
     trace: TraceRequest
     ingress: Ingress
+    arrived_ms: float
     attempts: int = 0
     ttft_ms: float = -1.0
     failed_on: frozenset[str] = frozenset()
@@ -135,6 +137,8 @@ class SimulatedCluster:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
+        # By session with an open request: what waits for its answer.
+        self._sessions: dict[str, deque[tuple[str, TraceRequest]]] = {}
         self._told: dict[str, dict[str, object]] = {}
         self._outcomes: list[Outcome] = []
         per_node = settings.replicas_per_node
@@ -148,6 +152,7 @@ class SimulatedCluster:
             Ingress(settings.route, self._clock, np.random.default_rng((seed, number)))
             for number in range(settings.ingresses)
         ]
+        self._next_ingress = itertools.cycle(self.ingresses)
         self._tell_members()
         self._schedule_background()
 
@@ -159,16 +164,19 @@ class SimulatedCluster:
     def run(self, trace: Iterable[TraceRequest]) -> list[Outcome]:
         """Serve ``trace`` (ascending in time) to its last token; outcomes in order of completion.
 
-        Requests go to the ingresses in turn.
+        Requests go to the ingresses in turn. One whose session waits for an answer arrives with it.
         """
-        ingresses = itertools.cycle(self.ingresses)
         for number, request in enumerate(trace):
             while self._events and self._events[0][0] < request.at_ms:
                 self._step()
             self._pass_time(request.at_ms)
             request_id = f"q{number}"
-            self._open[request_id] = _Open(request, next(ingresses))
-            self._dispatch(request_id)
+            if request.session in self._sessions:
+                self._sessions[request.session].append((request_id, request))
+                continue
+            if request.session:
+                self._sessions[request.session] = deque()
+            self._arrive(request_id, request)
         while self._open:
             self._step()
         return self._outcomes
@@ -206,6 +214,10 @@ class SimulatedCluster:
 
     # Requests.
 
+    def _arrive(self, request_id: str, trace: TraceRequest) -> None:
+        self._open[request_id] = _Open(trace, next(self._next_ingress), self.now_ms)
+        self._dispatch(request_id)
+
     def _dispatch(self, request_id: str) -> None:
         opened = self._open[request_id]
         opened.attempts += 1
@@ -242,27 +254,30 @@ class SimulatedCluster:
         opened = self._open[job.request.request_id]
         # The client has had its first token, even if the replica dies later.
         if opened.ttft_ms < 0:
-            opened.ttft_ms = now_ms - opened.trace.at_ms
+            opened.ttft_ms = now_ms - opened.arrived_ms
 
     def _finished(self, job: Job, worker: str, now_ms: float) -> None:
         request = job.request
         opened = self._open.pop(request.request_id)
         opened.ingress.policy.complete(request.request_id, worker)
         opened.ingress.lengths.observe(request.kind, "", job.output_tokens)
-        arrived_ms = opened.trace.at_ms
         self._outcomes.append(
             Outcome(
                 request_id=request.request_id,
                 worker=worker,
-                arrived_ms=arrived_ms,
+                arrived_ms=opened.arrived_ms,
                 ttft_ms=opened.ttft_ms,
-                e2e_ms=now_ms - arrived_ms,
+                e2e_ms=now_ms - opened.arrived_ms,
                 prompt_tokens=request.prompt_tokens,
                 reused_tokens=job.reused_tokens,
                 attempts=opened.attempts,
                 kind=request.kind,
             )
         )
+        if waiting := self._sessions.get(opened.trace.session):
+            self._arrive(*waiting.popleft())
+        else:
+            self._sessions.pop(opened.trace.session, None)
 
     # Replicas and what is told of them.
 

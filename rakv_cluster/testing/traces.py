@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,11 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request that arrives at ``at_ms``; ``keys`` name its leading chunks, as in a router."""
+    """A request that arrives at ``at_ms``; ``keys`` name its leading chunks, as in a router.
+
+    One of a ``session`` holds the answers to those in front of it, so it does not arrive before
+    the last of them is answered. "" is no session.
+    """
 
     at_ms: float
     keys: tuple[bytes, ...]
@@ -28,6 +32,7 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     kind: str = ""
+    session: str = ""
 
 
 @lru_cache(maxsize=1 << 18)
@@ -58,35 +63,30 @@ def mooncake(path: Path, *, speed: float = 1.0, requests: int = 0) -> Iterator[T
 
 
 def agent_sessions(
-    folder: Path, *, speed: float = 1.0, copies: int = 1, seed: int = 0
+    folder: Path, *, copies: int = 1, begin_within_s: float = 10.0, seed: int = 0
 ) -> list[TraceRequest]:
-    """The coding-agent sessions, each ``copies`` times under its own text, at random offsets.
+    """The coding-agent sessions, each ``copies`` times under its own text, begun at random.
 
-    A session keeps its own pace times ``speed``. Four characters count as a token; a chunk is
-    256 tokens behind an equal prefix.
+    A session keeps its own pace where it is answered in time. Four characters count as a token; a
+    chunk is 256 tokens behind an equal prefix.
     """
     rng = np.random.default_rng(seed)
     sessions = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(folder.glob("*.jsonl"))
     ]
-    span_ms = 0.5 * max(_span_us(rows) for rows in sessions) / 1e3 / speed
     requests = []
     for copy in range(copies):
-        for rows in sessions:
-            offset_ms = float(rng.random()) * span_ms
-            first_us = rows[0]["timestamp"]
+        for number, rows in enumerate(sessions):
+            begin_ms = 1e3 * begin_within_s * float(rng.random())
+            first_us = min(row["timestamp"] for row in rows)
             for row in rows:
-                at_ms = offset_ms + (row["timestamp"] - first_us) / 1e3 / speed
-                requests.append(_agent_request(row, at_ms, copy))
+                at_ms = begin_ms + (row["timestamp"] - first_us) / 1e3
+                requests.append(_agent_request(row, at_ms, copy, f"{copy}/{number}"))
     return sorted(requests, key=lambda request: request.at_ms)
 
 
-def _span_us(rows: Sequence[dict[str, int]]) -> int:
-    return rows[-1]["timestamp"] - rows[0]["timestamp"]
-
-
-def _agent_request(row: dict[str, str], at_ms: float, copy: int) -> TraceRequest:
+def _agent_request(row: dict[str, str], at_ms: float, copy: int, session: str) -> TraceRequest:
     text = row["input"].encode()
     digest = hashlib.sha256(str(copy).encode())
     keys = []
@@ -100,6 +100,7 @@ def _agent_request(row: dict[str, str], at_ms: float, copy: int) -> TraceRequest
         chunk_ends=np.arange(1, len(keys) + 1, dtype=np.int64) * chunk,
         prompt_tokens=len(text) // _CHARACTERS_PER_TOKEN + 1,
         output_tokens=len(row["output"]) // _CHARACTERS_PER_TOKEN + 1,
+        session=session,
     )
 
 

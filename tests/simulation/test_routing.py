@@ -20,7 +20,7 @@ from rakv_cluster.testing.simulated_cluster import (
     ours,
 )
 from rakv_cluster.testing.simulated_worker import Hardware, SimulatedWorker
-from rakv_cluster.testing.traces import DocumentLoad, document_questions
+from rakv_cluster.testing.traces import DocumentLoad, TraceRequest, block_key, document_questions
 
 SLOW_STORE = Hardware(disk_ms=0.05, remote_ms=0.06, ram_tokens=200_000)
 USUAL = ClusterSettings(hardware=(SLOW_STORE,))
@@ -61,6 +61,38 @@ def answered_once(outcomes: Sequence[Outcome], load: DocumentLoad = LOAD) -> boo
 def test_equal_seeds_give_equal_runs() -> None:
     assert run() == run()
     assert run(seed=2) != run()
+
+
+def turns(session: str, count: int, every_ms: float) -> list[TraceRequest]:
+    """A session that goes on by a chunk with each request."""
+    ends = np.arange(1, count + 1, dtype=np.int64) * 256
+    keys = tuple(block_key(f"{session}/{number}") for number in range(count))
+    return [
+        TraceRequest(
+            at_ms=number * every_ms, keys=keys[: number + 1], chunk_ends=ends[: number + 1],
+            prompt_tokens=int(ends[number]) + 20, output_tokens=10, session=session,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("deaths", [(), (Death(at_ms=600.0, worker=0),)])
+def test_a_session_waits_for_its_answers(deaths: tuple[Death, ...]) -> None:
+    """Its next request contains them; other sessions and single requests do not wait for it."""
+    sessions = {name: turns(name, 12, every_ms=10.0) for name in ("a", "b", "c")}
+    trace = sorted(sum(sessions.values(), turns("", 12, every_ms=10.0)), key=lambda r: r.at_ms)
+    cluster = SimulatedCluster(ClusterSettings(replicas=2, deaths=deaths), 1)
+
+    by_id = {outcome.request_id: outcome for outcome in cluster.run(trace)}
+
+    assert len(by_id) == len(trace)
+    answered_ms: dict[str, float] = {}
+    for number, request in enumerate(trace):
+        outcome = by_id[f"q{number}"]
+        arrival_ms = max(request.at_ms, answered_ms.get(request.session, 0.0))
+        assert outcome.arrived_ms == pytest.approx(arrival_ms)
+        if request.session:
+            answered_ms[request.session] = outcome.arrived_ms + outcome.e2e_ms
 
 
 def test_a_slow_store_makes_affinity_pay() -> None:
