@@ -29,7 +29,7 @@ class LoadSettings:
     max_report_age_s: float = 1.2
     booking_ttl_s: float = 5.0
     stale_s: float = 8.0
-    recent_s: float = 5.0
+    recent_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,15 @@ class Loads:
         return backlog
 
     def recurring_ms(self, now_s: float) -> Floats:
-        """Work that will come to each replica soon: about what came lately, as sessions go on.
+        """Work that will come to each replica soon and wait there, as sessions go on.
 
-        Work sent fades by a factor of e in ``recent_s``. It counts by the square of the share of
-        that time that it takes, at most 1: where there is time for all of it, nobody waits.
+        About what came lately will come again: work sent fades by a factor of e in ``recent_s``.
+        The share of that time that it takes, at most 1, is the chance that it finds the replica
+        busy; what finds it idle holds nobody up.
         """
         self._age_recent(now_s)
-        share = np.minimum(self._recent_ms / (1e3 * self._settings.recent_s), 1.0)
-        return self._recent_ms * share * share
+        busy = np.minimum(self._recent_ms / (1e3 * self._settings.recent_s), 1.0)
+        return self._recent_ms * busy
 
     def open_requests(self, now_s: float) -> Floats:
         """Requests that each replica has in hand."""

@@ -104,7 +104,7 @@ class Scores:
     """Terms of each replica's expected time, in ms, and the tokens it would reuse.
 
     ``total_ms`` is the sum of the request's own terms; ``crowding_ms`` is what it costs others,
-    those who come after it included.
+    those who come after it included: each ms of its work holds up ``held_up`` of them.
     Before costs are known ``total_ms`` holds uncached tokens x (open requests + 1): an order, not
     a time.
     """
@@ -117,6 +117,7 @@ class Scores:
     crowding_ms: Floats
     total_ms: Floats
     reused_tokens: Ints
+    held_up: float
     measured: bool
 
     @property
@@ -166,6 +167,7 @@ def score(
         crowding_ms=crowding * (load_ms + prefill_ms) + fleet.recurring_ms,
         total_ms=fleet.backlog_ms + slot_wait_ms + load_ms + prefill_ms + decode_ms,
         reused_tokens=reused,
+        held_up=crowding,
         measured=True,
     )
 
@@ -219,6 +221,7 @@ def _unmeasured(work: Work, reach: npt.NDArray[np.uint8], ends: Ints, fleet: Fle
         crowding_ms=nothing,
         total_ms=uncached * (fleet.open_requests + 1),
         reused_tokens=reused,
+        held_up=0.0,
         measured=False,
     )
 
@@ -244,10 +247,10 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class ChoiceSettings:
     """``exploration`` is the share of requests sent anywhere, so that a replica thought slow can
-    show that it is not: where the request is more work there, so much more seldom, so that the
-    share of work that exploring adds is no more than this either. What is later than the best by
-    at most ``tie_ms`` counts as equal. That is little, because the best may owe its lead to a few
-    cached chunks of a long request."""
+    show that it is not: where the request is more work there, so much more seldom, so that what
+    that costs everyone is no more than this share of its work either. What is later than the best
+    by at most ``tie_ms`` counts as equal. That is little, because the best may owe its lead to a
+    few cached chunks of a long request."""
 
     exploration: float = 0.01
     tie_ms: float = 1.0
@@ -276,7 +279,8 @@ def choose(
     if rng.random() < settings.exploration:
         other = int(rng.integers(len(candidates)))
         here, there = scores.work_ms[candidates[[best, other]]].tolist()
-        if rng.random() * there <= here:
+        added_ms = max(there - here, 0.0) * (1.0 + scores.held_up)
+        if rng.random() * (here + added_ms) <= here:
             best, reason = other, Reason.EXPLORED
     order = [best, *(index for index in ranked[: settings.ranked].tolist() if index != best)]
     return Choice(tuple(candidates[order].tolist()), reason)

@@ -127,7 +127,7 @@ def test_before_costs_are_known_uncached_tokens_and_load_decide() -> None:
 def scores_of(*total_ms: float) -> Scores:
     total = np.asarray(total_ms)
     nothing = np.zeros(len(total))
-    return Scores(*[nothing] * 6, total, nothing.astype(int), True)
+    return Scores(*[nothing] * 6, total, nothing.astype(int), 0.0, True)
 
 
 @given(seed=st.integers(0, 2**32 - 1), demand=st.integers(0, 200))
@@ -192,6 +192,19 @@ def test_exploring_adds_no_more_work_than_its_share() -> None:
 
     assert 1 in picks
     assert work_ms[picks].mean() < 1.5 * work_ms[0]
+
+
+def test_exploring_costs_everyone_no_more_than_its_share() -> None:
+    """Where a ms of work holds up 99 others, work that is added counts a hundredfold."""
+    rng = np.random.default_rng(1)
+    work_ms = np.asarray([10.0, 60.0])
+    scores = replace(scores_of(*work_ms), prefill_ms=work_ms, held_up=99.0)
+    settings = ChoiceSettings(exploration=0.5, tie_ms=0.1)
+
+    picks = [choose(scores, np.arange(2), settings, rng).order[0] for _ in range(20_000)]
+
+    assert 1 in picks
+    assert 100.0 * (work_ms[picks] - work_ms[0]).mean() < 0.5 * work_ms[0]
 
 
 def test_order_is_by_expected_time_and_bounded() -> None:

@@ -213,13 +213,13 @@ def test_a_rerouted_request_is_booked_once() -> None:
     assert loads.open_requests(0.0).tolist() == [0.0, 0.0]
 
 
-def test_work_of_late_weighs_by_the_share_of_time_that_it_takes() -> None:
+def test_work_of_late_weighs_by_the_chance_that_it_meets_other_work() -> None:
     loads = Loads(2, LoadSettings(recent_s=5.0), 0.0)
     loads.book("half", 0, 2500.0, 0.0)
-    assert loads.recurring_ms(0.0).tolist() == [2500.0 / 4, 0.0]
+    assert loads.recurring_ms(0.0).tolist() == [2500.0 / 2, 0.0]
     loads.book("half", 1, 2500.0, 0.0)  # it went elsewhere
-    assert loads.recurring_ms(0.0).tolist() == [0.0, 2500.0 / 4]
-    assert loads.recurring_ms(5.0)[1] == pytest.approx(2500.0 / 4 * math.exp(-3))
+    assert loads.recurring_ms(0.0).tolist() == [0.0, 2500.0 / 2]
+    assert loads.recurring_ms(5.0)[1] == pytest.approx(2500.0 / 2 * math.exp(-2))
     loads.book("too much", 0, 60_000.0, 5.0)
     assert loads.recurring_ms(5.0)[0] == 60_000.0
     assert loads.arranged([1, 0, -1], 5.0).recurring_ms(5.0)[1:].tolist() == [60_000.0, 0.0]
