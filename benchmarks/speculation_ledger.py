@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rakv_cluster.speculation.controller import Reason
 from rakv_cluster.speculation.cost_model import CostTable
+from rakv_cluster.speculation.decision import Reason
 from rakv_cluster.speculation.drafters import SuffixDrafter
 from rakv_cluster.speculation.report import StepTrace
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
-    Decision,
     ReplicaState,
     RequestState,
 )
+from rakv_cluster.speculation.decision import Decision
 from rakv_cluster.speculation.governor import charge
 
 DRAFT_MS_GAIN_UP = 0.5

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from rakv_cluster.speculation.cost_model import StepCosts
+from rakv_cluster.speculation.decision import Decision, Option, Reason
 from rakv_cluster.speculation.governor import (
     GovernorSettings,
     ReplicaLedger,
@@ -30,24 +30,6 @@ from rakv_cluster.speculation.hazards import (
     Hazards,
 )
 from rakv_cluster.speculation.lengths import AnswerLengths
-
-
-class Reason(str, Enum):
-    """Why a step drafts as it does."""
-
-    DRAFTED = "drafted"
-    NO_DRAFT = "no_draft"
-    NO_COSTS = "no_costs"
-    NOT_WORTH = "not_worth"
-    GOVERNED = "governed"
-    BASELINE = "baseline"
-    PROBED = "probed"
-    RESTED = "rested"
-
-    @property
-    def drafts(self) -> bool:
-        """Whether a step for this reason checks drafts that the controller chose."""
-        return self in (Reason.DRAFTED, Reason.PROBED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,40 +106,6 @@ class Candidate:
     spare_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A number of rows the step could have, and what it would bring.
-
-    It is judged by ``hoped_ms`` and allowed by ``ms`` (see :class:`StepCosts`), both with a draft
-    model's time; catching up counts in the second only, since later steps profit from it too.
-    ``needed_ms`` more than a plain step's time must be there for it to be ``allowed``.
-    """
-
-    rows: int
-    ms: float
-    hoped_ms: float
-    tokens: float
-    needed_ms: float
-    allowed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Drafts per candidate, in order, with the prediction behind it.
-
-    ``base_ms`` is the step with forced drafts only; ``options`` are all that were weighed.
-    """
-
-    drafts: tuple[int, ...]
-    reason: Reason
-    rows: int
-    base_ms: float
-    predicted_ms: float
-    expected_tokens: float
-    allowance_ms: float
-    options: tuple[Option, ...] = ()
-
-
 def may_draft(
     settings: ControllerSettings,
     replica: ReplicaState,
@@ -224,11 +172,23 @@ def choose(
         reason, best = _pick(settings, replica, options)
     if reason is Reason.NOT_WORTH and _probes(settings, replica, candidates, options):
         reason, best = Reason.PROBED, options[1]
-    drafts = list(forced)
-    for _, index in slots[: best.rows - base_rows]:
-        drafts[index] += 1
+    drafts = _shared_out(slots, forced, best.rows - base_rows)
+    most, least_chance = [0] * batch, 0.0
+    making = [
+        c for c, n in zip(candidates, drafts, strict=True) if c.by_model and c.forced < 0 and n
+    ]
+    if making and reason is Reason.DRAFTED:
+        furthest = max(option.rows for option in options if option.allowed)
+        reached = _shared_out(slots, forced, furthest - base_rows)
+        most = [
+            n if c.by_model and c.forced < 0 else 0
+            for c, n in zip(candidates, reached, strict=True)
+        ]
+        least_chance = _least_chance(best, making, slots)
     return Decision(
         drafts=tuple(drafts),
+        most=tuple(most),
+        least_chance=least_chance,
         reason=reason,
         rows=best.rows,
         base_ms=base_ms,
@@ -260,6 +220,24 @@ def promise(
     slots = _slots(settings, (candidate,))
     options = _options(slots, (candidate,), costs, base, allowed_ms, reserve=reserve)
     return max(option.tokens / option.hoped_ms for option in options if option.allowed)
+
+
+def _shared_out(slots: Sequence[tuple[float, int]], forced: Sequence[int], rows: int) -> list[int]:
+    """Drafts per candidate if the best ``rows`` slots are filled."""
+    drafts = list(forced)
+    for _, index in slots[:rows]:
+        drafts[index] += 1
+    return drafts
+
+
+def _least_chance(
+    best: Option, making: Sequence[Candidate], slots: Sequence[tuple[float, int]]
+) -> float:
+    """The chance that all drafts so far are right from which on another round pays: by as much as
+    a right draft brings, the time of the round brings elsewhere."""
+    round_ms = max(candidate.round_ms for candidate in making)
+    next_right = max(chance for chance, _ in slots)
+    return round_ms * best.tokens / best.hoped_ms / (next_right * len(making))
 
 
 def _slots(

@@ -29,6 +29,7 @@ from rakv_cluster.speculation.draft_rounds import (
     MeanMs,
     Running,
 )
+from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.types import SamplingParams
 
 CATCH_UP_ROWS = 512
@@ -115,13 +116,13 @@ class DraftModel:
     def can_draft(self, wish: DraftWish) -> bool:
         """Whether context and memory have room for so many drafts."""
         state = wish.state
-        tokens = len(state.ids) + wish.drafts
+        tokens = len(state.ids) + wish.most
         if not state.ids or tokens > self._runner.context_tokens:
             return False
         held = state.buffer.capacity if state.buffer is not None else 0
         return tokens <= held or self._pool.can_lease(tokens)
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """See :class:`~rakv_cluster.speculation.draft_rounds.ModelDrafter`.
 
         Nothing for a sequence that found no memory when its turn came.
@@ -135,15 +136,14 @@ class DraftModel:
         del state.computed[_agreement(state.computed, state.ids) :]
         known = len(state.computed)
         running = Running(
-            state.rule,
-            self._room(state, wish.drafts),
-            wish.drafts,
+            wish,
+            self._room(state, wish.most),
             position=known,
             pending=state.ids[known:],
             ran=state.computed,
         )
         lag_tokens = len(running.pending) - 1
-        if lag_tokens <= wish.drafts + 1:
+        if lag_tokens <= wish.most + 1:
             return running
         began_s = self._clock.monotonic_s()
         while len(running.pending) > 1:

@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.sampling import RuleRow, TokenRule, choose
+from rakv_cluster.model.sampling import Choice, RuleRow, TokenRule, choose
 from rakv_cluster.model.step import Runner, Span, Step
+from rakv_cluster.speculation.confidence import rate_of
+from rakv_cluster.speculation.drafters import NO_DRAFT, Draft
 
 _MS_GAIN = 0.1
 _STALL_FACTOR = 1.5
@@ -53,13 +55,35 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopping:
+    """Where drafting ends by itself: behind ``most``, or where the chance that all so far are right
+    is below ``least_chance``, by acceptance ``rates`` per band of confidence."""
+
+    most: int
+    least_chance: float
+    rates: tuple[float, ...]
+
+    def ends(self, confidences: Sequence[float]) -> bool:
+        """Whether drafts made with these probabilities are the last."""
+        chance = math.prod(rate_of(self.rates, each) for each in confidences)
+        return len(confidences) >= self.most or chance < self.least_chance
+
+
+@dataclass(frozen=True, slots=True)
 class DraftWish:
     """So many drafts (at least one) for one sequence; ``target_kv`` is the KV of its accepted
-    tokens but the last, if there is any."""
+    tokens but the last, if there is any. A model that knows how sure it is goes by ``stopping``, if
+    given, in place of the number."""
 
     state: DraftState
     drafts: int
     target_kv: KvBuffer | None = None
+    stopping: Stopping | None = None
+
+    @property
+    def most(self) -> int:
+        """Drafts there must be room for."""
+        return self.drafts if self.stopping is None else self.stopping.most
 
 
 class ModelDrafter(Protocol):
@@ -83,7 +107,7 @@ class ModelDrafter(Protocol):
         """Whether context and memory have room for it."""
         ...
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """What each sequence's next tokens would be by this model, nothing where there is no room.
 
         Raises what the model raises.
@@ -100,13 +124,27 @@ class Running:
     """A sequence while it drafts: ``pending`` tokens are to be run, the first at ``position``; the
     last one's logits say the next draft. What was run is added to ``ran``."""
 
-    rule: TokenRule
+    wish: DraftWish
     buffer: KvBuffer
-    drafts: int
     position: int
     pending: list[int]
     ran: list[int]
     drafted: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another draft is wanted."""
+        if self.wish.stopping is None:
+            return len(self.drafted) < self.wish.drafts
+        return not self.wish.stopping.ends(self.confidences)
+
+    def take(self, choice: Choice) -> None:
+        """Draft what was chosen."""
+        self.drafted.append(choice.token_id)
+        self.pending = [choice.token_id]
+        if choice.logprob is not None:
+            self.confidences.append(math.exp(choice.logprob))
 
 
 class DraftRounds:
@@ -119,20 +157,25 @@ class DraftRounds:
         self._clock = clock
         self.round = MeanMs()
 
-    def draft(self, running: Sequence[Running | None]) -> list[tuple[int, ...]]:
+    def draft(self, running: Sequence[Running | None]) -> list[Draft]:
         """Drafts of every sequence, as many as it wants; none where there is no sequence."""
         active = [each for each in running if each is not None]
         if active:
             self._run(active)
-        return [() if each is None else tuple(each.drafted) for each in running]
+        return [
+            NO_DRAFT
+            if each is None
+            else Draft(tuple(each.drafted), confidences=tuple(each.confidences))
+            for each in running
+        ]
 
     def _run(self, running: Sequence[Running]) -> None:
         began_s = self._clock.monotonic_s()
         self._round(running)  # what is behind the last known tokens comes with this forward
         first_s = self._clock.monotonic_s()
-        rounds = max(each.drafts for each in running)
-        for _ in range(1, rounds):
-            self._round([each for each in running if len(each.drafted) < each.drafts])
+        while active := [each for each in running if each.goes_on]:
+            self._round(active)
+        rounds = max(len(each.drafted) for each in running)
         ended_s = self._clock.monotonic_s()
         later_ms = (ended_s - first_s) * 1e3 / (rounds - 1) if rounds > 1 else 0.0
         self.round.add(later_ms or (first_s - began_s) * 1e3)
@@ -143,12 +186,16 @@ class DraftRounds:
         missing = self.vocab_size - logits.shape[1]  # columns of padding, more or fewer
         logits = functional.pad(logits, (0, missing), value=-math.inf) if missing else logits
         rows = [
-            RuleRow(each.rule, position=each.position, pending=tuple(each.drafted))
+            RuleRow(
+                each.wish.state.rule,
+                position=each.position,
+                pending=tuple(each.drafted),
+                top_logprobs=-1 if each.wish.stopping is None else 0,
+            )
             for each in running
         ]
         for each, choice in zip(running, choose(logits, rows), strict=True):
-            each.drafted.append(choice.token_id)
-            each.pending = [choice.token_id]
+            each.take(choice)
 
     def forward(
         self, running: Sequence[Running], tokens: Sequence[Sequence[int]], *, wanted: bool

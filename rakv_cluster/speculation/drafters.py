@@ -17,11 +17,13 @@ class Draft:
     """Tokens guessed to come next, in order.
 
     ``match_tokens`` is the confidence feature: how many tokens at the end of the context were
-    seen before in front of this continuation (0: no guess).
+    seen before in front of this continuation (0: no guess). Of drafts that a model made,
+    ``confidences`` are its probabilities, if it was asked for them.
     """
 
     token_ids: tuple[int, ...] = ()
     match_tokens: int = 0
+    confidences: tuple[float, ...] = ()
 
 
 NO_DRAFT = Draft()

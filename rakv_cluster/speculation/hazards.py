@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from rakv_cluster.speculation.arms import ArmCosts
+from rakv_cluster.speculation.confidence import Confidence
+from rakv_cluster.speculation.drafters import Draft
 
 MATCH_EDGES = (1, 2, 3, 4, 6, 9, 17, 33)
 """Match lengths where a new bucket begins: none (a draft model's guess) | 1 | 2 | 3 | 4-5 | 6-8 |
@@ -58,9 +60,10 @@ def context_of(match_tokens: int, last: LastOutcome) -> int:
 
 
 class Hazards:
-    """Decayed accepted / tried counts per (context, position)."""
+    """Decayed accepted / tried counts per (context, position), and per ``confidence``."""
 
     def __init__(self, decay: float) -> None:
+        self.confidence = Confidence()
         self._decay = decay
         self._tried = [0.0] * (CONTEXTS * POSITIONS)
         self._accepted = [0.0] * (CONTEXTS * POSITIONS)
@@ -128,7 +131,7 @@ class Trial:
     was no choice between numbers of drafts."""
 
     context: int
-    token_ids: tuple[int, ...]
+    guess: Draft
     costs: ArmCosts
     matched: int = 0
     watched: bool = False
@@ -166,27 +169,27 @@ class AcceptanceTracker:
         """For each of ``count`` drafts of a guess made now, its chance of being accepted."""
         return survivals(self.hazards, self._replica, self.context(match_tokens), count)
 
-    def open(self, drafts: Sequence[int], match_tokens: int, costs: ArmCosts) -> None:
-        """A step guessed ``drafts`` and had ``costs.chosen`` of them checked."""
-        if drafts and not (self._skip_next and costs.chosen == 0):
-            self._trials.append(Trial(self.context(match_tokens), tuple(drafts), costs))
+    def open(self, guess: Draft, costs: ArmCosts) -> None:
+        """A step had ``costs.chosen`` of the tokens of ``guess`` checked."""
+        if guess.token_ids and not (self._skip_next and costs.chosen == 0):
+            self._trials.append(Trial(self.context(guess.match_tokens), guess, costs))
         self._skip_next = False
 
     def pass_by(self) -> None:
         """A step guessed nothing."""
         self._skip_next = False
 
-    def watch(self, drafts: Sequence[int], match_tokens: int, costs: ArmCosts) -> None:
-        """A step guessed ``drafts`` and checked others in their place: call before :meth:`open`."""
-        if drafts:
-            context = self.context(match_tokens)
-            self._trials.append(Trial(context, tuple(drafts), costs, watched=True))
+    def watch(self, guess: Draft, costs: ArmCosts) -> None:
+        """A step guessed this and checked others in its place: call before :meth:`open`."""
+        if guess.token_ids:
+            context = self.context(guess.match_tokens)
+            self._trials.append(Trial(context, guess, costs, watched=True))
 
     def follow(self, tokens: Sequence[int]) -> list[ScoredTrial]:
         """The sequence grew by these tokens; returns the trials of choices that this settles."""
         if tokens and self._trials and self._trials[-1].matched == 0:
             fresh = self._trials[-1]
-            right = fresh.token_ids[0] == tokens[0]
+            right = fresh.guess.token_ids[0] == tokens[0]
             self._last = LastOutcome.HIT if right else LastOutcome.MISS
             self._skip_next = right and fresh.costs.chosen == 0 and len(tokens) == 1
         return self._score(tokens)
@@ -203,13 +206,16 @@ class AcceptanceTracker:
 
     def _advance(self, trial: Trial, tokens: Sequence[int]) -> bool:
         """Score a trial against new tokens; returns whether some of it is still open."""
+        guess = trial.guess
         for token in tokens:
-            right = trial.token_ids[trial.matched] == token
+            right = guess.token_ids[trial.matched] == token
             for table in (self.hazards, self._replica):
                 table.record(trial.context, trial.matched, right)
+            if guess.confidences:
+                self._replica.confidence.record(guess.confidences[trial.matched], right)
             if not right:
                 return False
             trial.matched += 1
-            if trial.matched == len(trial.token_ids):
+            if trial.matched == len(guess.token_ids):
                 return False
         return True

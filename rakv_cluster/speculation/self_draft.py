@@ -24,6 +24,7 @@ from rakv_cluster.speculation.draft_rounds import (
     MeanMs,
     Running,
 )
+from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.types import SamplingParams
 
 USUAL_AGREEMENT = 0.8
@@ -72,16 +73,15 @@ class SelfDraft:
         return (
             buffer is not None
             and buffer.length == tokens - 1
-            and tokens + wish.drafts <= min(buffer.capacity, self._rounds.runner.context_tokens)
+            and tokens + wish.most <= min(buffer.capacity, self._rounds.runner.context_tokens)
         )
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """See :class:`~rakv_cluster.speculation.draft_rounds.ModelDrafter`."""
         running = [
             Running(
-                wish.state.rule,
+                wish,
                 wish.target_kv,
-                wish.drafts,
                 position=wish.target_kv.length,
                 pending=wish.state.ids[-1:],
                 ran=[],

@@ -15,8 +15,9 @@ from rakv_cluster.speculation.controller import (
     promise,
 )
 from rakv_cluster.speculation.cost_model import StepCosts
-from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter
-from rakv_cluster.speculation.drafters import Draft
+from rakv_cluster.speculation.decision import Decision
+from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter, Stopping
+from rakv_cluster.speculation.drafters import NO_DRAFT, Draft
 from rakv_cluster.speculation.seats import Seat
 
 log = logging.getLogger(__name__)
@@ -89,20 +90,28 @@ class Sources:
         seats: Sequence[Seat],
         texts: tuple[Draft, ...],
         candidates: Sequence[Candidate],
-        counts: Sequence[int],
+        decision: Decision,
     ) -> tuple[tuple[Draft, ...], float]:
         """The texts' guesses, or in their place those that the draft model was left to make; and
         the milliseconds that making them took."""
         asked = [
             candidate.by_model and count > 0
-            for candidate, count in zip(candidates, counts, strict=True)
+            for candidate, count in zip(candidates, decision.drafts, strict=True)
         ]
         if not any(asked) or self._draft_model is None:
             return texts, 0.0
         began_s = self._clock.monotonic_s()
+        rates = self._replica.hazards.confidence.rates()
         wishes = [
-            DraftWish(model, count, seat.kv)
-            for seat, count, is_asked in zip(seats, counts, asked, strict=True)
+            DraftWish(
+                model,
+                count,
+                seat.kv,
+                Stopping(most, decision.least_chance, rates) if most else None,
+            )
+            for seat, count, most, is_asked in zip(
+                seats, decision.drafts, decision.most, asked, strict=True
+            )
             if is_asked and (model := seat.speculation.model) is not None
         ]
         try:
@@ -110,9 +119,8 @@ class Sources:
         except Exception:  # out of memory and kernel errors come as any type
             log.exception("the draft model failed and is not asked again")
             self._draft_model = None
-            made = iter([()] * len(wishes))
+            made = iter([NO_DRAFT] * len(wishes))
         guesses = tuple(
-            Draft(next(made)) if is_asked else text
-            for text, is_asked in zip(texts, asked, strict=True)
+            next(made) if is_asked else text for text, is_asked in zip(texts, asked, strict=True)
         )
         return guesses, (self._clock.monotonic_s() - began_s) * 1e3

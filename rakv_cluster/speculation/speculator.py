@@ -23,8 +23,6 @@ from rakv_cluster.speculation.booking import StepResult, book_setup, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
-    Decision,
-    Reason,
     ReplicaState,
     RequestState,
     asking_ms,
@@ -32,6 +30,7 @@ from rakv_cluster.speculation.controller import (
     may_draft,
 )
 from rakv_cluster.speculation.cost_model import CostSample, CostTable, StepCosts
+from rakv_cluster.speculation.decision import Decision, Reason
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
 from rakv_cluster.speculation.governor import charge, idle_steps, steps_until
@@ -181,10 +180,12 @@ class Speculator:
         )
         draft_ms = (self._clock.monotonic_s() - started_s) * 1e3 if any(asked) else 0.0
         decision = choose(self._settings, self.replica, candidates, costs, draft_ms=draft_ms)
-        guesses, making_ms = self._sources.made(seats, texts, candidates, decision.drafts)
+        guesses, making_ms = self._sources.made(seats, texts, candidates, decision)
         drafts = tuple(
-            guess.token_ids[:count] for guess, count in zip(guesses, decision.drafts, strict=True)
+            guess.token_ids[: max(count, most)]
+            for guess, count, most in zip(guesses, decision.drafts, decision.most, strict=True)
         )
+        decision = decision.as_made([len(each) for each in drafts])
         # What settling the last step took is this one's to pay: it was not known before.
         control_ms = (self._clock.monotonic_s() - started_s) * 1e3 + self._settle_ms
         return StepPlan(
@@ -297,8 +298,8 @@ class Speculator:
                 available=len(guess.token_ids),
                 round_ms=candidate.round_ms if drafts else 0.0,
             )
-            acceptance.watch(passed_over.token_ids, passed_over.match_tokens, costs)
-            acceptance.open(guess.token_ids, guess.match_tokens, costs)
+            acceptance.watch(passed_over, costs)
+            acceptance.open(guess, costs)
         self._trace(plan, verdicts, forward_ms)
         self._rest_steps = self._rest_after(plan)
         self._settle_ms = (self._clock.monotonic_s() - started_s) * 1e3

@@ -14,8 +14,9 @@ from itertools import takewhile
 import numpy as np
 
 from rakv_cluster.model.sampling import TokenRule
-from rakv_cluster.speculation.controller import ControllerSettings, Reason
+from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.decision import Reason
 from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter
 from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.seats import Seat, Speculation
@@ -66,7 +67,8 @@ class ScriptedDrafter:
 
 class ScriptedModel:
     """A model that drafts, right at the output positions for which ``is_right``; behind its first
-    mistake it is always wrong. Every draft moves the clock by ``round_ms``."""
+    mistake it is always wrong. Every draft moves the clock by ``round_ms``. With ``confidence`` by
+    output position it ends its drafts where it is told to."""
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class ScriptedModel:
         *,
         round_ms: float,
         agreement: float = 0.8,
+        confidence: Callable[[int], float] | None = None,
     ) -> None:
+        self._confidence = confidence
         self.agreement = agreement
         self.round_ms = round_ms
         self._is_right = is_right
@@ -87,9 +91,20 @@ class ScriptedModel:
     def can_draft(self, wish: DraftWish) -> bool:
         return True
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
-        self._clock.advance(max(wish.drafts for wish in wishes) * self.round_ms / 1e3)
-        return [self._drafts(wish.state.ids[-1] + 1, wish.drafts) for wish in wishes]
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        made = [self._draft(wish) for wish in wishes]
+        self._clock.advance(max(len(draft.token_ids) for draft in made) * self.round_ms / 1e3)
+        return made
+
+    def _draft(self, wish: DraftWish) -> Draft:
+        start = wish.state.ids[-1] + 1
+        if self._confidence is None or wish.stopping is None:
+            return Draft(self._drafts(start, wish.drafts))
+        confidences = [self._confidence(start)]
+        while not wish.stopping.ends(confidences):
+            confidences.append(self._confidence(start + len(confidences)))
+        tokens = self._drafts(start, len(confidences))
+        return Draft(tokens, confidences=tuple(confidences))
 
     def _drafts(self, start: int, count: int) -> tuple[int, ...]:
         right = sum(1 for _ in takewhile(self._is_right, range(start, start + count)))

@@ -18,11 +18,13 @@ from rakv_cluster.model.architecture import observe_layout
 from rakv_cluster.model.four_bit import four_bit_runner
 from rakv_cluster.model.loader import LoadedModel, load_model
 from rakv_cluster.model.runner import TransformersRunner
+from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.model.step import Runner, Step
+from rakv_cluster.speculation.confidence import EDGES
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.draft_model import DraftModel
-from rakv_cluster.speculation.draft_rounds import ModelDrafter
+from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish, ModelDrafter, Stopping
 from rakv_cluster.speculation.drafters import (
     NO_DRAFT,
     Draft,
@@ -537,3 +539,22 @@ def test_default_model(default_model: LoadedModel, temperature: float) -> None:
 
     assert [each.token_ids for each in drafted] == [plain.token_ids] * len(drafted)
     assert sum(block.accepted for each in drafted for block in each.stats.blocks) > 15
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_end_where_the_model_is_unsure(temperature: float, uniform_runner: Runner) -> None:
+    rule = TokenRule(SamplingParams(temperature=temperature, seed=3), [], uniform_runner.vocab_size)
+    subject = DraftModel(uniform_runner, ManualClock(), kv_budget_bytes=1 << 24)
+    bands = len(EDGES) + 1
+
+    def drafts(stopping: Stopping | None) -> Draft:
+        (draft,) = subject.draft([DraftWish(DraftState(rule, [1, 2, 3]), 4, stopping=stopping)])
+        return draft
+
+    fixed, sure = drafts(None), drafts(Stopping(6, 0.3, (1.0,) * bands))
+    unsure = drafts(Stopping(6, 0.3, (0.5,) * bands))  # 0.5 that one is right, 0.25 that two are
+
+    assert (len(fixed.token_ids), fixed.confidences) == (4, ())
+    assert len(sure.token_ids) == len(sure.confidences) == 6
+    assert unsure.token_ids == sure.token_ids[:2] == fixed.token_ids[:2]
+    assert all(0 < each <= 1 for each in sure.confidences)

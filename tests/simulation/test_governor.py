@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rakv_cluster.speculation.controller import ControllerSettings, Reason
+from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample
+from rakv_cluster.speculation.decision import Reason
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.speculation import (

@@ -32,16 +32,26 @@ class Serving:
     """One replica whose text offers nothing: a model's drafts are right with one chance each."""
 
     def __init__(
-        self, right: float, draft_share: float, mode: GovernorMode = GovernorMode.BUCKET
+        self,
+        right: float,
+        draft_share: float,
+        mode: GovernorMode = GovernorMode.BUCKET,
+        *,
+        knows: bool = False,
     ) -> None:
-        """A draft takes ``draft_share`` of a plain step."""
+        """A draft takes ``draft_share`` of a plain step; the model ``knows`` which of its drafts
+        are doubtful: those that are wrong, and as many that are right."""
         self.slowness = 1.0
         self._right = right
         self._chance = random.Random(1)
         self._truths: list[bool] = []
+        self._doubts: list[bool] = []
         clock = ManualClock()
         model = ScriptedModel(
-            lambda position: self._truths[position], clock, round_ms=draft_share * PLAIN_MS
+            lambda position: self._truths[position],
+            clock,
+            round_ms=draft_share * PLAIN_MS,
+            confidence=self._confidence if knows else None,
         )
         self._replica = SimulatedReplica(
             lambda rows, batch: self.slowness * PLAIN_MS * self._over_one_row(rows),
@@ -51,12 +61,17 @@ class Serving:
         )
         self._replica.seed_costs()
 
+    def _confidence(self, position: int) -> float:
+        return 0.25 if not self._truths[position] or self._doubts[position] else 0.95
+
     def _over_one_row(self, rows: int) -> float:
         return COSTS[min(edge for edge in COSTS if edge >= min(rows, max(COSTS)))]
 
     def answer(self, tokens: int, mode: SpeculationMode = "auto") -> list[SimulatedStep]:
         """One request behind a prompt that came from the cache."""
+        wrong = 1 - self._right
         self._truths = [self._chance.random() < self._right for _ in range(2 * tokens)]
+        self._doubts = [self._chance.random() < wrong for _ in range(2 * tokens)]
         return self._replica.run(
             [lambda position: Guess(0, 0)],
             output_tokens=tokens,
@@ -98,6 +113,20 @@ def test_adapting_is_as_good_as_the_best_fixed_number(
     best_ms = min(total_ms(mode) for mode in FIXED)
 
     assert total_ms("auto") <= 1.02 * best_ms
+
+
+@pytest.mark.parametrize(("right", "draft_share"), [(0.7, 0.4), (0.8, 0.4), (0.8, 0.55)])
+def test_a_model_that_knows_when_it_is_unsure_beats_every_fixed_number(
+    right: float, draft_share: float
+) -> None:
+    def total_ms(mode: SpeculationMode) -> float:
+        serving = Serving(right, draft_share, knows=True)
+        answers = [serving.answer(96, mode) for _ in range(WARM_REQUESTS + 40)]
+        return sum(spent_ms(steps) for steps in answers[WARM_REQUESTS:])
+
+    best_ms = min(total_ms(mode) for mode in FIXED)
+
+    assert total_ms("auto") <= 0.95 * best_ms
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.95])

@@ -11,13 +11,14 @@ from rakv_cluster.speculation.booking import StepResult, settle
 from rakv_cluster.speculation.controller import (
     Candidate,
     ControllerSettings,
-    Reason,
     ReplicaState,
     RequestState,
     choose,
     may_draft,
 )
 from rakv_cluster.speculation.cost_model import StepCosts
+from rakv_cluster.speculation.decision import Reason
+from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 
 CHEAP = StepCosts((1, 2, 3, 4, 8, 16), (30.0, 30.5, 31.0, 31.5, 33.0, 36.0))
@@ -31,7 +32,7 @@ def request(replica: ReplicaState, *, hit_rate: float | None = None) -> RequestS
     for index in range(60 if hit_rate is not None else 0):
         token = 1 if (index + 1) * (hit_rate or 0.0) // 1 > index * (hit_rate or 0.0) // 1 else 2
         emitted = [token] * 16 if token == 1 else [token]
-        state.acceptance.open([1] * 15, 8, ArmCosts(15, 1.0, ()))
+        state.acceptance.open(Draft((1,) * 15, 8), ArmCosts(15, 1.0, ()))
         state.acceptance.follow(emitted)
     return state
 
@@ -200,6 +201,29 @@ def test_a_models_drafts_are_weighed_one_by_one() -> None:
     assert decision.drafts == (4,)
 
 
+def test_a_model_that_becomes_sure_may_go_on_as_far_as_is_allowed() -> None:
+    replica = ReplicaState()
+    replica.hazards.assume(0.8)
+    flat = StepCosts((1, 16), (30.0, 31.0))
+    sure = by_model(request(replica), 6.0)
+    forced = Candidate(request(replica), 4, forced=2, by_model=True, round_ms=6.0)
+
+    decision = choose(UNGOVERNED, replica, [sure], flat)
+    beside = choose(UNGOVERNED, replica, [sure, forced], flat)
+
+    assert decision.most == (15,)
+    best = decision.expected_tokens / decision.predicted_ms
+    assert decision.least_chance == pytest.approx(6.0 * best / 0.8)
+    assert beside.most == (12, 0)  # who asked for two gets two
+    assert beside.drafts[1] == 2
+
+    made = decision.as_made([2])
+    assert (made.drafts, made.rows) == ((2,), 3)
+    assert made.expected_tokens == pytest.approx(1 + 0.8 + 0.8**2)
+    assert made.predicted_ms == decision.options[2].ms
+    assert decision.as_made([4]) is decision
+
+
 def test_a_first_stake_leaves_enough_for_another() -> None:
     replica = ReplicaState()
     replica.hazards.assume(0.95)
@@ -212,7 +236,7 @@ def test_a_first_stake_leaves_enough_for_another() -> None:
     assert three.ms - decision.base_ms > 30.0 > two.ms - decision.base_ms
     assert one.allowed
     assert not two.allowed  # it would leave 9 ms, and the least takes 10.5
-    assert decision.drafts == (1,)
+    assert decision.drafts == decision.most == (1,)
 
 
 def test_text_drafts_do_not_put_off_a_models_probe() -> None:

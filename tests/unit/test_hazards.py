@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rakv_cluster.speculation.arms import ArmCosts
+from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.hazards import (
     PRIOR_FIRST,
     PRIOR_LATER,
@@ -23,7 +24,7 @@ def observe(
     chosen: int,
 ) -> list[ScoredTrial]:
     """One step: a guess is opened, ``chosen`` of it are checked, tokens come."""
-    subject.open(drafts, match_tokens, ArmCosts(chosen, 1.0, ()))
+    subject.open(Draft(tuple(drafts), match_tokens), ArmCosts(chosen, 1.0, ()))
     return subject.follow(emitted)
 
 
@@ -114,8 +115,8 @@ def test_a_guess_that_is_only_watched_teaches_and_is_no_choice() -> None:
     subject = AcceptanceTracker(replica)
     costs = ArmCosts(1, 1.0, ())
 
-    subject.watch([5, 6], 2, costs)
-    subject.open([7, 8], 0, costs)
+    subject.watch(Draft((5, 6), 2), costs)
+    subject.open(Draft((7, 8)), costs)
     settled = subject.follow([7, 9])
 
     assert [trial.accepted for trial in settled] == [1]

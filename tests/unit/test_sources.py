@@ -10,6 +10,7 @@ import numpy as np
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
 from rakv_cluster.speculation.draft_rounds import DraftState, DraftWish
+from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.governor import GovernorMode, GovernorSettings
 from rakv_cluster.speculation.seats import Seat, Speculation
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
@@ -42,14 +43,15 @@ class Oracle:
     def can_draft(self, wish: DraftWish) -> bool:
         return True
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         self.asked += 1
         if self.fails:
             raise RuntimeError("out of memory")
         self.clock.advance(max(wish.drafts for wish in wishes) * 1.2 * self.round_ms / 1e3)
         done = [len(wish.state.ids) for wish in wishes]
         return [
-            tuple(self.text[at : at + wish.drafts]) for at, wish in zip(done, wishes, strict=True)
+            Draft(tuple(self.text[at : at + wish.drafts]))
+            for at, wish in zip(done, wishes, strict=True)
         ]
 
     def close(self, state: DraftState) -> None:

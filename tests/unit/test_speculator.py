@@ -7,8 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rakv_cluster.speculation.controller import ControllerSettings, Reason
+from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostSample, CostTable
+from rakv_cluster.speculation.decision import Reason
 from rakv_cluster.speculation.seats import Seat
 from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
 from rakv_cluster.speculation.verification import judge_block
