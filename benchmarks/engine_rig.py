@@ -150,9 +150,12 @@ class Rig:
         while self.engine.stats().running:
             threading.Event().wait(0.005)
 
-    def stored_mib(self) -> float:
-        """What the RAM tier holds."""
-        return self._store.stats().stored_bytes / 2**20
+    def renew(self, ram_bytes: int) -> None:
+        """Another engine in place of this one, with an empty RAM tier of so many bytes."""
+        self.engine.stop()
+        self._store.close()
+        self._store = MemoryStore(ram_bytes, SystemClock())
+        self.engine = self.start(self._store)
 
     def cancel(self, answer: Answer) -> None:
         """Cancel a request that has had its first token, and wait for its end."""

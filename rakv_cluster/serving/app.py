@@ -15,6 +15,10 @@ from rakv_cluster.errors import ConfigError
 
 # Read by Ray when it is imported: no usage report leaves this machine.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# By processes that it starts: looking at everything ten times a second, Serve's controller takes a
+# seventh of a core, with what it makes others do, from a model that decodes on the same ones. What
+# it finds out is up to a second old either way.
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
 
 import ray
 from ray import serve

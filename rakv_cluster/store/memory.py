@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from rakv_cluster.store.catalog import Catalog
 from rakv_cluster.store.counters import Counters
 from rakv_cluster.store.donors import Donor, best_donor, donated_content
 from rakv_cluster.store.eviction import Arc, Entry, PolicyFactory
+from rakv_cluster.store.heap import FreedBytes, trim_heap
 from rakv_cluster.types import Tier
 
 _COUNTERS = ("ram_hits", "ram_misses", "ram_evictions", "ram_refused", "ram_puts")
@@ -22,7 +23,14 @@ _COUNTERS = ("ram_hits", "ram_misses", "ram_evictions", "ram_refused", "ram_puts
 class MemoryStore:
     """Keeps a copy of each record's KV, read-only, so that loads need no lock while copying."""
 
-    def __init__(self, budget_bytes: int, clock: Clock, policy: PolicyFactory = Arc) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        clock: Clock,
+        policy: PolicyFactory = Arc,
+        trim: Callable[[], None] = trim_heap,
+    ) -> None:
+        self._freed = FreedBytes(trim)
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[bytes, ChunkRecord] = {}
@@ -53,11 +61,15 @@ class MemoryStore:
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
         # A prompt's last chunk first: it is worth nothing without the others and leaves first.
-        return sum(self._put(record) for record in sorted(records, key=lambda r: -r.start))
+        count = sum(self._put(record) for record in sorted(records, key=lambda r: -r.start))
+        self._freed.give_back()
+        return count
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            return sum(self._drop(key) for key in keys)
+            count = sum(self._drop(key) for key in keys)
+        self._freed.give_back()
+        return count
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -113,8 +125,9 @@ class MemoryStore:
 
     def _take(self, key: bytes) -> None:
         """Let go of a held record's KV; the lock is held."""
-        content = donated_content(self._held.pop(key))
-        if content:
+        record = self._held.pop(key)
+        self._freed.add(record.kv.nbytes)
+        if content := donated_content(record):
             donors = self._donors[content]
             del donors[key]
             if not donors:
