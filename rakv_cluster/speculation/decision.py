@@ -63,11 +63,15 @@ class Decision:
     options: tuple[Option, ...] = ()
 
     def as_made(self, drafts: Sequence[int]) -> Decision:
-        """The same with the drafts that a model made, and what is predicted of so many."""
+        """The same with the drafts that a model made, and what is predicted of so many.
+
+        Fewer than were forced are predicted as those: nothing less was weighed.
+        """
         if tuple(drafts) == self.drafts:
             return self
         rows = len(drafts) + sum(drafts)
-        option = max((o for o in self.options if o.rows <= rows), key=lambda o: o.rows)
+        fitting = (option for option in self.options if option.rows <= rows)
+        option = max(fitting, key=lambda option: option.rows, default=self.options[0])
         return replace(
             self,
             drafts=tuple(drafts),

@@ -224,6 +224,16 @@ def test_a_model_that_becomes_sure_may_go_on_as_far_as_is_allowed() -> None:
     assert decision.as_made([4]) is decision
 
 
+def test_forced_drafts_that_a_model_could_not_make_are_no_error() -> None:
+    replica = ReplicaState()
+    forced = Candidate(request(replica), 4, forced=4, by_model=True, round_ms=6.0)
+
+    decision = choose(UNGOVERNED, replica, [forced], CHEAP)
+
+    assert decision.drafts == (4,)
+    assert decision.as_made([0]).drafts == (0,)
+
+
 def test_a_first_stake_leaves_enough_for_another() -> None:
     replica = ReplicaState()
     replica.hazards.assume(0.95)
