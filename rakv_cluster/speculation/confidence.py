@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rakv_cluster.speculation.decayed import DecayedCounts
+
 EDGES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9)
 """Probabilities where a new band begins."""
 
@@ -24,21 +26,18 @@ class Confidence:
     """Decayed accepted / tried counts per band."""
 
     def __init__(self) -> None:
-        self._tried = [0.0] * (len(EDGES) + 1)
-        self._accepted = [0.0] * (len(EDGES) + 1)
+        self._counts = DecayedCounts(len(EDGES) + 1, _DECAY)
 
     def record(self, probability: float, accepted: bool) -> None:
         """Count one draft that was looked at."""
-        band = bisect_right(EDGES, probability)
-        self._tried[band] = self._tried[band] * _DECAY + 1.0
-        self._accepted[band] = self._accepted[band] * _DECAY + accepted
+        self._counts.record(bisect_right(EDGES, probability), accepted)
 
     def rates(self) -> tuple[float, ...]:
         """Acceptance per band; until it is seen, the root of the band's middle."""
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0))]
         return tuple(
-            (accepted + _PRIOR_WEIGHT * math.sqrt(middle)) / (tried + _PRIOR_WEIGHT)
-            for middle, tried, accepted in zip(middles, self._tried, self._accepted, strict=True)
+            self._counts.shrunk(band, math.sqrt(middle), _PRIOR_WEIGHT)
+            for band, middle in enumerate(middles)
         )
 
 

@@ -14,6 +14,7 @@ from enum import IntEnum
 
 from rakv_cluster.speculation.arms import ArmCosts
 from rakv_cluster.speculation.confidence import Confidence
+from rakv_cluster.speculation.decayed import DecayedCounts
 from rakv_cluster.speculation.drafters import Draft
 
 MATCH_EDGES = (1, 2, 3, 4, 6, 9, 17, 33)
@@ -64,16 +65,12 @@ class Hazards:
 
     def __init__(self, decay: float) -> None:
         self.confidence = Confidence()
-        self._decay = decay
-        self._tried = [0.0] * (CONTEXTS * POSITIONS)
-        self._accepted = [0.0] * (CONTEXTS * POSITIONS)
+        self._counts = DecayedCounts(CONTEXTS * POSITIONS, decay)
         self._agreement = PRIOR_FIRST
 
     def record(self, context: int, position: int, accepted: bool) -> None:
         """Count one draft that was looked at: ``position`` 0 is the first of its guess."""
-        cell = context * POSITIONS + min(position, POSITIONS - 1)
-        self._tried[cell] = self._tried[cell] * self._decay + 1.0
-        self._accepted[cell] = self._accepted[cell] * self._decay + accepted
+        self._counts.record(context * POSITIONS + min(position, POSITIONS - 1), accepted)
 
     def assume(self, agreement: float) -> None:
         """Expect a model's drafts to be right so often, until they are seen."""
@@ -83,8 +80,9 @@ class Hazards:
         """Acceptance at each position over all contexts, unshrunk; 0 where nothing was tried."""
         rates = []
         for position in range(POSITIONS):
-            tried = sum(self._tried[position::POSITIONS])
-            rates.append(sum(self._accepted[position::POSITIONS]) / tried if tried else 0.0)
+            tried = sum(self._counts.tried[position::POSITIONS])
+            accepted = sum(self._counts.accepted[position::POSITIONS])
+            rates.append(accepted / tried if tried else 0.0)
         return tuple(rates)
 
     def rates(self, context: int, count: int) -> list[float]:
@@ -98,7 +96,7 @@ class Hazards:
             rate, weight, least = self._agreement, MODEL_SHRINK_WEIGHT, 0.0
         rates = []
         for cell in range(context * POSITIONS, context * POSITIONS + count):
-            rate = self._shrunk(cell, rate, weight)
+            rate = self._counts.shrunk(cell, rate, weight)
             rates.append(rate)
             rate, weight = max(rate, least), REPLICA_SHRINK_WEIGHT
         return rates
@@ -107,12 +105,9 @@ class Hazards:
         """``rates`` of all requests, as far as this one's own counts bear them out."""
         first = context * POSITIONS
         return [
-            self._shrunk(first + position, rate, REQUEST_SHRINK_WEIGHT)
+            self._counts.shrunk(first + position, rate, REQUEST_SHRINK_WEIGHT)
             for position, rate in enumerate(rates)
         ]
-
-    def _shrunk(self, cell: int, toward: float, weight: float) -> float:
-        return (self._accepted[cell] + weight * toward) / (self._tried[cell] + weight)
 
 
 def survivals(request: Hazards, replica: Hazards, context: int, count: int) -> list[float]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from rakv_cluster.store.heap import TRIM_BYTES, FreedBytes, trim_heap
@@ -49,8 +50,12 @@ def test_evicted_and_deleted_kv_counts_and_the_lock_is_free(
     assert found == [4, 2]
 
 
-def test_trimming_is_harmless() -> None:
+def test_memory_in_use_survives_trimming() -> None:
+    held = tiny_record(7).kv
+
     trim_heap()
+
+    assert np.array_equal(held, tiny_record(7).kv)
 
 
 @pytest.mark.parametrize(("own", "seen"), [({}, "64 64"), ({"LRU_CACHE_CAPACITY": "7"}, "64 7")])
