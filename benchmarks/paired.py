@@ -18,9 +18,9 @@ def median(samples: np.ndarray) -> np.ndarray:
     return np.median(samples, axis=-1)
 
 
-def mean(samples: np.ndarray) -> np.ndarray:
-    """Mean of each row."""
-    return samples.mean(axis=-1)
+def geometric_mean(samples: np.ndarray) -> np.ndarray:
+    """Geometric mean of each row of ratios: that of the inverse ratios is its inverse."""
+    return np.exp(np.log(samples).mean(axis=-1))
 
 
 @dataclass(frozen=True, slots=True)

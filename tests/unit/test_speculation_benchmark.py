@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paired import bootstrap, mean, median
+from benchmarks.paired import bootstrap, geometric_mean, median
 from benchmarks.rakv_asd import Block, Journal
 from benchmarks.rakv_asd_pairs import Pair, model_and_draft
 from benchmarks.speculation_ledger import Booked, foresee, overspend, worst_window
@@ -51,14 +51,17 @@ def test_the_worst_window_is_found_inside_a_good_run() -> None:
 
 
 def test_intervals_hold_the_estimate_and_shrink_with_the_spread() -> None:
-    wide = bootstrap([0.5, 1.0, 1.5, 2.0, 0.7], mean, seed=1)
+    ratios = [0.5, 1.0, 1.5, 2.0, 0.7]
+    wide = bootstrap(ratios, geometric_mean, seed=1)
+    inverse = bootstrap([1 / ratio for ratio in ratios], geometric_mean, seed=1)
     narrow = bootstrap([1.0] * 5, median, seed=1)
 
-    assert wide.value == pytest.approx(1.14)
+    assert wide.value == pytest.approx(1.05 ** (1 / 5))
+    assert inverse.value == pytest.approx(1 / wide.value)
     assert wide.low < wide.value < wide.high
     assert narrow.low == narrow.value == narrow.high == 1.0
     with pytest.raises(ValueError, match="no values"):
-        bootstrap([], mean, seed=1)
+        bootstrap([], geometric_mean, seed=1)
 
 
 def test_a_run_that_was_killed_goes_on_behind_its_last_whole_block(tmp_path: Path) -> None:
