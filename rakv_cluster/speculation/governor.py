@@ -38,15 +38,15 @@ class GovernorMode(str, Enum):
 class GovernorSettings:
     """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time.
 
-    Where more than half of the capacity is used up and a decision led to no drafts, the next one
-    waits until it costs no more than ``deciding_share``: the rest is for drafts.
+    Of what a request may lose, decisions that lead to no drafts take no more than
+    ``deciding_share`` once they are held back (:func:`idle_steps`): the rest is for drafts.
     ``strict_reserve`` is the share by which a strict request's step may take longer than predicted
     without breaking its bound.
     """
 
     mode: GovernorMode = GovernorMode.BUCKET
     capacity_tokens: float = 9.0
-    deciding_share: float = 0.005
+    deciding_share: float = 0.1
     request_share: float = 0.05
     strict_share: float = 0.01
     strict_reserve: float = 0.05
@@ -159,20 +159,18 @@ def steps_until(
     return max(waits, default=0.0)
 
 
-def idle_steps(
-    settings: GovernorSettings,
-    replica: ReplicaLedger,
-    *,
-    base_ms: float,
-    batch: int,
-    deciding_ms: float,
-) -> float:
+def idle_steps(settings: GovernorSettings, *, base_ms: float, deciding_ms: float) -> float:
     """Plain steps behind a decision that led to no drafts, so that deciding does not use up what
     drafts need."""
+    return deciding_ms / (settings.deciding_share * settings.share * base_ms)
+
+
+def half_used(
+    settings: GovernorSettings, replica: ReplicaLedger, *, base_ms: float, batch: int
+) -> bool:
+    """Whether more than half of what the replica may lose is lost."""
     half_ms = settings.capacity_tokens * base_ms / batch / 2
-    if settings.mode is not GovernorMode.BUCKET or replica.debt_ms <= half_ms:
-        return 0.0
-    return deciding_ms / (settings.deciding_share * base_ms)
+    return settings.mode is GovernorMode.BUCKET and replica.debt_ms > half_ms
 
 
 def charge(

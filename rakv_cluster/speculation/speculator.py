@@ -33,7 +33,7 @@ from rakv_cluster.speculation.cost_model import CostSample, CostTable, StepCosts
 from rakv_cluster.speculation.decision import Decision, Reason
 from rakv_cluster.speculation.draft_rounds import ModelDrafter
 from rakv_cluster.speculation.drafters import NO_DRAFT, Draft, Drafter, NullDrafter, SuffixDrafter
-from rakv_cluster.speculation.governor import charge, idle_steps, steps_until
+from rakv_cluster.speculation.governor import charge, half_used, idle_steps, steps_until
 from rakv_cluster.speculation.report import HindsightTally, ReplicaReport, StepTrace, arm_reports
 from rakv_cluster.speculation.seats import Seat, Speculation
 from rakv_cluster.speculation.sources import Sources
@@ -211,23 +211,27 @@ class Speculator:
         all that keeps from it: until then deciding would only cost."""
         decision, governor, ledger = plan.decision, self._settings.governor, self.replica.ledger
         requests = [c.state.ledger for c in plan.candidates if c.forced < 0]
-        if not requests or math.isinf(decision.base_ms):
+        base_ms, batch = decision.base_ms, len(plan.seats)
+        if not requests or math.isinf(base_ms):
             return 0
-        batch = len(plan.seats)
-        deciding_ms = plan.control_ms - plan.making_ms
-        needed_ms = deciding_ms
-        if not plan.asked:
-            needed_ms += asking_ms(self._settings, self.replica, plan.costs, batch)
-        elif decision.reason is Reason.GOVERNED:
-            needed_ms += min(each.needed_ms for each in decision.options if not each.allowed)
-        base_ms = decision.base_ms
-        steps = steps_until(
-            governor, ledger, requests, base_ms=base_ms, batch=batch, needed_ms=needed_ms
-        )
-        if not decision.reason.drafts:
-            idle = idle_steps(
-                governor, ledger, base_ms=base_ms, batch=batch, deciding_ms=deciding_ms
+
+        def until(needed_ms: float) -> float:
+            return steps_until(
+                governor, ledger, requests, base_ms=base_ms, batch=batch, needed_ms=needed_ms
             )
+
+        deciding_ms = plan.control_ms - plan.making_ms
+        idle = idle_steps(governor, base_ms=base_ms, deciding_ms=deciding_ms)
+        steps = until(deciding_ms)
+        if not plan.asked:
+            steps = until(deciding_ms + asking_ms(self._settings, self.replica, plan.costs, batch))
+        elif decision.reason is Reason.GOVERNED:
+            needed_ms = min(each.needed_ms for each in decision.options if not each.allowed)
+            wait = until(deciding_ms + needed_ms)
+            if any(candidate.by_model for candidate in plan.candidates):
+                wait = min(wait, idle)  # the text may soon offer what costs less
+            steps = max(steps, wait)
+        if not decision.reason.drafts and half_used(governor, ledger, base_ms=base_ms, batch=batch):
             steps = max(steps, idle)
         return math.ceil(min(max(steps, 0.0), _LONGEST_REST_STEPS))  # it may be never: inf
 

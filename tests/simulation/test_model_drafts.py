@@ -14,6 +14,7 @@ from rakv_cluster.speculation.speculator import SpeculationMode
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.speculation import (
     Guess,
+    Script,
     ScriptedModel,
     SimulatedReplica,
     SimulatedStep,
@@ -28,8 +29,18 @@ WARM_REQUESTS = 10
 FIXED: tuple[SpeculationMode, ...] = ("off", "1", "2", "4", "8")
 
 
+def nothing(position: int) -> Guess:
+    """A text that never offers anything."""
+    return Guess(0, 0)
+
+
+def repeats(position: int) -> Guess:
+    """A text that offers eight right tokens wherever as many new ones came before."""
+    return Guess(8, 8) if position % 16 == 8 else Guess(0, 0)
+
+
 class Serving:
-    """One replica whose text offers nothing: a model's drafts are right with one chance each."""
+    """One replica: its model's drafts are right with one chance each, its text offers ``text``."""
 
     def __init__(
         self,
@@ -38,11 +49,13 @@ class Serving:
         mode: GovernorMode = GovernorMode.BUCKET,
         *,
         knows: bool = False,
+        text: Script = nothing,
     ) -> None:
         """A draft takes ``draft_share`` of a plain step; the model ``knows`` which of its drafts
         are doubtful: those that are wrong, and as many that are right."""
         self.slowness = 1.0
         self._right = right
+        self._text = text
         self._chance = random.Random(1)
         self._truths: list[bool] = []
         self._doubts: list[bool] = []
@@ -73,7 +86,7 @@ class Serving:
         self._truths = [self._chance.random() < self._right for _ in range(2 * tokens)]
         self._doubts = [self._chance.random() < wrong for _ in range(2 * tokens)]
         return self._replica.run(
-            [lambda position: Guess(0, 0)],
+            [self._text],
             output_tokens=tokens,
             prompt_tokens=256,
             prefill_ms=2 * PLAIN_MS,
@@ -153,3 +166,13 @@ def test_a_burst_of_other_load_does_not_end_drafting(slowness: float) -> None:
 
     expected_ms = sum(spent_ms(undisturbed.answer(96)) for _ in range(20))
     assert after_ms <= 1.05 * expected_ms
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.5])
+def test_what_a_model_cannot_be_paid_for_keeps_nobody_from_the_text(right: float) -> None:
+    serving = Serving(right, 0.6, text=repeats)
+
+    for _ in range(3):
+        steps = serving.answer(48)
+
+        assert sum(step.emitted[0] > 4 for step in steps) >= 2  # of three repetitions
