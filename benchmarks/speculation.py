@@ -39,16 +39,18 @@ FIXED = (1, 2, 4, 8)
 PLAIN = "K=0"
 ADAPTIVE, STRICT, FIRST, SELF = "adaptive", "strict", "first", "self-draft"
 ARMS = (
-    Arm(PLAIN, "off", "forced"),
     Arm("K=1", "1", "forced"),
     Arm("K=2", "2", "forced"),
     Arm("K=4", "4", "forced"),
     Arm("K=8", "8", "forced"),
+    Arm(FIRST, "trace", FIRST, fresh=True),
+    Arm(PLAIN, "off", "forced"),
     Arm(ADAPTIVE, "trace", ADAPTIVE),
     Arm(STRICT, "trace", STRICT, GovernorMode.STRICT),
-    Arm(FIRST, "trace", FIRST, fresh=True),
     Arm(SELF, "trace", SELF, self_draft=True),
 )
+"""In the order of a round: what is compared with K=0 runs beside it, since a machine's speed changes
+within seconds."""
 CODE_TOKENS = 128
 """Edit and copy tasks count from so many output tokens on."""
 _HIT_TOKENS = 32
