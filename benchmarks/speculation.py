@@ -49,7 +49,7 @@ ARMS = (
     Arm(STRICT, "trace", STRICT, GovernorMode.STRICT),
     Arm(SELF, "trace", SELF, self_draft=True),
 )
-"""In the order of a round: what is compared with K=0 runs beside it, since a machine's speed changes
+"""In the order of a round: what is compared with K=0 runs beside it, since a machine changes speed
 within seconds."""
 CODE_TOKENS = 128
 """Edit and copy tasks count from so many output tokens on."""
