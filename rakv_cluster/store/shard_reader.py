@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import lmdb
@@ -17,7 +18,7 @@ from rakv_cluster.kv.codec import EncodedRecord, decode
 from rakv_cluster.store.base import Found, Loaded, LoadItem
 from rakv_cluster.store.counters import Counters
 from rakv_cluster.store.donors import best_donor
-from rakv_cluster.store.folder import ShardFolder
+from rakv_cluster.store.folder import DATA_FILE, ShardFolder
 from rakv_cluster.store.generation import (
     Generation,
     StoredHead,
@@ -67,6 +68,7 @@ class FollowedFolder:
         self._folder = ShardFolder(path)
         self._lock = threading.Lock()
         self._open: Generation | None = None
+        self._file = (0, 0)  # device and inode of what is open
 
     @contextmanager
     def lease(self) -> Iterator[Generation]:
@@ -83,19 +85,30 @@ class FollowedFolder:
         if current is None:
             raise StoreUnavailable(f"{self._folder.path} holds no shard yet")
         with self._lock:
-            if self._open is None or self._open.path != current:
+            # The file and not its name: what takes the place of a damaged one may be named like it.
+            file = _identity(current / DATA_FILE)
+            if self._open is None or self._file != file:
                 self._retire()
                 try:
                     self._open = Generation.open_readonly(current)
                 except CorruptRecord as error:
                     # The writer moves it aside when it opens the shard; until then it is a miss.
                     raise StoreUnavailable(error.message) from error
+                self._file = file
             return self._open
 
     def _retire(self) -> None:
         if self._open is not None:
             self._open.retire()
             self._open = None
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}") from error
+    return status.st_dev, status.st_ino
 
 
 class ShardReader:

@@ -113,6 +113,28 @@ def test_compaction_and_quarantine_during_reads(tmp_path):
     writer.close()
 
 
+def test_a_reader_follows_what_replaced_a_damaged_environment_under_its_name(tmp_path):
+    writer = open_filled(tmp_path)
+    damaged = writer.generation
+    with started(read_once_asked, str(tmp_path), NUMBERS) as (process, pipe):
+        pipe.send("load")
+        assert pipe.poll(WAIT_S)
+        assert pipe.recv() == (len(NUMBERS), 0, 0)
+        with (damaged.path / DATA_FILE).open("r+b") as file:
+            file.truncate(2 * 4096)
+        assert writer.commit([encode(tiny_record(0, TOKENS, LAYOUT))]).refused == 1
+        writer.commit([encode(tiny_record(number, TOKENS, LAYOUT)) for number in NUMBERS])
+        assert writer.generation is not damaged
+        assert writer.generation.path == damaged.path
+
+        pipe.send("load")
+
+        assert pipe.poll(WAIT_S)
+        assert pipe.recv() == (len(NUMBERS), 0, 0)
+        assert process.is_alive()
+    writer.close()
+
+
 def test_compaction_during_reads_in_the_same_process(tmp_path):
     writer = open_filled(tmp_path)
     reader = ShardReader(WriterSource(writer))
