@@ -324,7 +324,7 @@ class ShardWriter:
             return work()
         except DAMAGE as error:
             self._replace_damaged(error)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._counters.add("disk_errors")
             _log.warning("shard %s: write refused: %s", self.shard_id, error)
         return otherwise

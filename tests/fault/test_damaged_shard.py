@@ -223,6 +223,22 @@ def test_quarantine_keeps_one_environment(shard):
     assert len(list((shard / "quarantine").iterdir())) == 1
 
 
+def test_a_shard_that_cannot_be_replaced_refuses_until_it_is_opened_again(shard):
+    writer = ShardWriter(shard, SETTINGS, ManualClock())
+    in_the_way = shard / "quarantine"
+    in_the_way.write_text("no folder")
+    os.truncate(data_file(shard), 3 * 4096)
+
+    refused = [writer.commit([encode(tiny_record(50, TOKENS, LAYOUT))]).refused for _ in range(3)]
+
+    assert refused == [1, 1, 1]
+    assert writer.keys() == []
+    writer.sync()
+    writer.close()
+    in_the_way.unlink()
+    assert write_and_check(shard)["quarantines"] == 1
+
+
 @pytest.mark.parametrize("pointer", ["", "gen-000099\n", "../../etc\n", "nonsense\n"])
 def test_a_pointer_to_nowhere_starts_a_fresh_generation(shard, pointer):
     (shard / "CURRENT").write_text(pointer)

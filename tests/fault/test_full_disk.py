@@ -131,6 +131,24 @@ def test_a_reader_that_never_ends_fills_the_map_but_fails_nothing(tmp_path):
     writer.close()
 
 
+def test_a_reserve_that_cannot_be_given_back_refuses_writes(tmp_path):
+    writer = ShardWriter(tmp_path, ShardSettings(4 << 20), ManualClock())
+    writer.commit([encode(tiny_record(0, TOKENS, LAYOUT))])
+    reserve = writer.generation.path / "ballast"
+    reserve.unlink()
+    reserve.mkdir()  # unlink fails, as on a disk that has become read-only
+    stuck = writer.generation.env.begin()
+
+    refused = sum(
+        writer.commit([encode(tiny_record(number, TOKENS, LAYOUT))]).refused
+        for number in range(1, 500)
+    )
+
+    assert refused > 0
+    stuck.abort()
+    writer.close()
+
+
 def test_a_record_larger_than_a_quarter_of_the_budget_is_refused(tmp_path):
     writer = ShardWriter(tmp_path, ShardSettings(3 * RECORD_BYTES), ManualClock())
 
