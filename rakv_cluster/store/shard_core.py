@@ -129,14 +129,18 @@ class ShardCore:
             raise
         except lmdb.Error:
             self._counters.add("disk_write_retries")
-            evicted = self._make_room([*replaced, *evicted])
+            gone = self._make_room([*replaced, *evicted])
+            # What could not leave before has to leave now: the budget counts on it.
+            evicted = [key for key in evicted if key in self.catalog]
+            replaced = [key for key in replaced if key in self.catalog]
             try:
-                self._write(incoming, (), ())
+                self._write(incoming, evicted, replaced)
             except DAMAGE:
                 raise
             except lmdb.Error:
                 self._counters.add("disk_refused_full", len(incoming))
-                return CommitResult((), tuple(evicted), duplicates, refused + len(incoming))
+                return CommitResult((), tuple(gone), duplicates, refused + len(incoming))
+            evicted = [*gone, *evicted]
         self._counters.add("disk_puts", len(incoming))
         stored = tuple(item.head.key for item in incoming)
         left = tuple(key for key in evicted if key not in self.catalog)

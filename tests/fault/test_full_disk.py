@@ -11,12 +11,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.kv.codec import encode
+from rakv_cluster.store.generation import SEGMENT_BYTES
 from rakv_cluster.store.lmdb_shard import ShardReader, ShardSettings, ShardWriter, WriterSource
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.records import tiny_record
@@ -146,6 +149,61 @@ def test_a_reserve_that_cannot_be_given_back_refuses_writes(tmp_path):
 
     assert refused > 0
     stuck.abort()
+    writer.close()
+
+
+class FailingWrites:
+    """An environment whose next ``failures`` write transactions fail as on a full disk."""
+
+    def __init__(self, env: Any, failures: int) -> None:
+        self._env = env
+        self._failures = failures
+
+    def begin(self, **options: Any) -> Any:
+        if options.get("write") and self._failures:
+            self._failures -= 1
+            raise lmdb.DiskError("no space left on device")
+        return self._env.begin(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def test_a_disk_that_recovers_between_two_attempts_keeps_the_budget(tmp_path):
+    writer = ShardWriter(tmp_path, ShardSettings(5 * RECORD_BYTES), ManualClock())
+    stored = 0
+    while not writer.commit([encode(tiny_record(stored, TOKENS, LAYOUT))]).evicted:
+        stored += 1
+    writer.generation.env = FailingWrites(writer.generation.env, failures=2)
+
+    result = writer.commit([encode(tiny_record(99, TOKENS, LAYOUT))])
+
+    assert result.stored == (tiny_record(99).key,)
+    assert len(result.evicted) == 1
+    stats = writer.stats()
+    assert stats.stored_bytes <= stats.budget_bytes
+    assert stats.records == len(writer.keys()) == stored
+    writer.close()
+
+
+def test_a_disk_that_recovers_between_two_attempts_replaces_a_tail_once(tmp_path):
+    writer = ShardWriter(tmp_path, ShardSettings(16 << 20), ManualClock())
+    reader = ShardReader(WriterSource(writer))
+    writer.commit([encode(tiny_record(0, 20, LAYOUT))])
+    longer = encode(tiny_record(0, TOKENS, LAYOUT))
+    writer.generation.env = FailingWrites(writer.generation.env, failures=2)
+
+    result = writer.commit([longer])
+
+    assert result.stored == (longer.key,)
+    assert count_loads(reader, range(1)) == (1, 0, 0)
+    once = writer.stats().stored_bytes
+    writer.close()
+    writer = ShardWriter(tmp_path, ShardSettings(16 << 20), ManualClock())
+    assert (writer.stats().records, writer.stats().stored_bytes) == (1, once)
+    with writer.generation.env.begin() as txn:
+        segments = txn.stat(writer.generation.bodies)["entries"]
+    assert segments == -(-len(longer.body) // SEGMENT_BYTES)
     writer.close()
 
 
