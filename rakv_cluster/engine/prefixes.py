@@ -356,7 +356,7 @@ class Prefixes:
             end = min(source.end, state.tokens)
             sequence.reuse_from(source.tier, position, end)
             if source.numeric_class != self._numeric_class:
-                sequence.reuse_other_class(position, end)
+                sequence.reuse_other_class(source.start, end, counted=position)
             position = max(position, end)
         self._watch_question(sequence)
         self._counters.load_failures += state.failed

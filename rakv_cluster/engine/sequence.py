@@ -244,12 +244,14 @@ class Sequence:
         if tokens > 0 and self.first_token_s < 0:
             self.reused[tier] = self.reused.get(tier, 0) + tokens
 
-    def reuse_other_class(self, start: int, stop: int) -> None:
-        """Positions ``[start, stop)`` were computed by replicas of another numeric class."""
+    def reuse_other_class(self, start: int, stop: int, *, counted: int) -> None:
+        """Positions ``[start, stop)`` were computed by replicas of another numeric class; those
+        below ``counted`` were reused before, and replaced."""
         if stop > start:
             self.exact_until = min(self.exact_until, start)
-            tokens = min(stop, self.prompt_tokens) - min(start, self.prompt_tokens)
-            self.other_class_tokens += tokens if self.first_token_s < 0 else 0
+        tokens = min(stop, self.prompt_tokens) - min(counted, self.prompt_tokens)
+        if tokens > 0 and self.first_token_s < 0:
+            self.other_class_tokens += tokens
 
     @property
     def disk_tokens(self) -> int:

@@ -36,8 +36,9 @@ _BATCH_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A load that filled slots below ``end``: from which tier, made by which numeric class."""
+    """A load that filled slots ``[start, end)``: from which tier, made by which numeric class."""
 
+    start: int
     end: int
     tier: Tier
     numeric_class: str
@@ -131,7 +132,9 @@ def _advance(state: Assembled, batch: list[PlannedLoad], outcomes: list[Loaded])
     return Assembled(
         tokens=tokens,
         sources=state.sources
-        + tuple(Source(load.end, outcome.tier, load.numeric_class) for load, outcome in done),
+        + tuple(
+            Source(load.start, load.end, outcome.tier, load.numeric_class) for load, outcome in done
+        ),
         stored_keys=state.stored_keys - {load.key for load in batch[good:]},
         failed=len(batch) - good,
     )

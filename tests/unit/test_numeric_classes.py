@@ -96,6 +96,25 @@ def test_who_joins_a_request_that_uses_them_has_them_from_the_store_as_well() ->
     assert site.classes() == {"theirs"}
 
 
+def test_what_a_load_replaces_of_a_share_is_not_kept_as_our_own() -> None:
+    """A share may end inside a chunk, where the load that follows begins at the chunk's border."""
+    site = Site(SHARING)
+    ask(site.theirs, DOCUMENT, QUESTION)
+    first, second = site.ours.prompt(DOCUMENT, QUESTION).chunks[:2]
+    site.store.delete([first.prefix_key])
+    shared = DOCUMENT[: second.end - 4]
+
+    answers = [site.ours.ask(site.ours.prompt(ids), 5) for ids in ([*shared, *[9] * 20], DOCUMENT)]
+    site.ours.run(*answers)
+
+    assert answers[1].stats.other_class_tokens > 0
+    replaced = tuple(shared[second.start :])
+    kept = site.store.find(site.store.newest(1000)).values()
+    own = [found for found in kept if found.numeric_class == "ours"]
+    assert own
+    assert [found for found in own if found.token_ids == replaced] == []
+
+
 def test_a_record_that_was_replaced_after_it_was_found_is_a_miss(tmp_path: Path) -> None:
     """Another class's record may have taken its place under the same key, with equal tokens."""
     clock = ManualClock()
