@@ -145,8 +145,11 @@ class Sequence:
 
     @property
     def exact_length(self) -> int:
-        """Leading tokens whose KV is that of plain decoding: what others may have of it."""
-        return min(self.length, self.exact_until)
+        """Leading tokens whose KV is that of plain decoding: what others may have of it.
+
+        A loader may be writing the last of those that are there again."""
+        settled = self.length if self.job is None else min(self.length, self.job.untouched)
+        return min(settled, self.exact_until)
 
     @property
     def remaining(self) -> int:

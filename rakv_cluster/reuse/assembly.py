@@ -21,6 +21,7 @@ from rakv_cluster.reuse.metering import MeteredStore
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
     ReusePlan,
+    last_border,
     plan_reuse,
     stored_path,
     usable,
@@ -218,6 +219,11 @@ class LoadJob:
 
     def __post_init__(self) -> None:
         self.state = Assembled(tokens=self.have)
+
+    @property
+    def untouched(self) -> int:
+        """Slots below it are never written; those from there to ``have`` may be, once more."""
+        return last_border(self.prompt, self.have)[0]
 
     def run(self) -> None:
         """Do it. Never raises: a store that does is a store without this prompt."""

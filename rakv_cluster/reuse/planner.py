@@ -77,7 +77,7 @@ def stored_path(
     ids = prompt.token_ids
     limit = len(ids) - 1
     chunk_at = {chunk.start: chunk for chunk in prompt.chunks}
-    position, parent = _border(prompt, have)
+    position, parent = last_border(prompt, have)
     loads: list[PlannedLoad] = []
     while position < limit:
         chunk = chunk_at.get(position)
@@ -157,7 +157,7 @@ def plan_reuse(
     )
 
 
-def _border(prompt: ChunkedPrompt, have: int) -> tuple[int, bytes]:
+def last_border(prompt: ChunkedPrompt, have: int) -> tuple[int, bytes]:
     """The last chunk border at or below ``have``, and the key of the prefix that ends there."""
     position, parent = 0, ROOT
     for chunk in prompt.chunks:
