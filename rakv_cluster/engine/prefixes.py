@@ -169,7 +169,7 @@ class Prefixes:
         Leases on what it has stored, or is about to, end when that arrives.
         """
         # A job that is done may not have been looked at yet.
-        newest = sequence.job.departure.claimed if sequence.job is not None else ()
+        newest = sequence.job.leave() if sequence.job is not None else ()
         lost = [chunk for chunk in newest or sequence.claimed if chunk.end > kept_tokens]
         sequence.claimed, sequence.renew_at_s = (), float("inf")
         if lost:

@@ -16,7 +16,7 @@ from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.transfer import HOST_TRANSFER, Transfer
 from rakv_cluster.reuse.blender import Blended
 from rakv_cluster.reuse.costs import CostView
-from rakv_cluster.reuse.flights import Claimant, Departure, cold_chunks
+from rakv_cluster.reuse.flights import Claimant, Departure, cold_chunks, give_up
 from rakv_cluster.reuse.metering import MeteredStore
 from rakv_cluster.reuse.planner import (
     PlannedLoad,
@@ -215,6 +215,7 @@ class LoadJob:
     departure: Departure = field(default_factory=Departure)
     done: bool = False
     _abandoned: bool = False
+    _left: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -246,6 +247,12 @@ class LoadJob:
             self.buffer = None
             return self.state
 
+    def leave(self) -> tuple[Chunk, ...]:
+        """Its request ends: what it has claimed so far. Later claims it gives up by itself."""
+        with self._lock:
+            self._left = True
+            return self.departure.claimed
+
     def _run(self) -> None:
         with self._lock:
             buffer = self.buffer
@@ -254,7 +261,12 @@ class LoadJob:
         plan = self._look()
         if not self._report(Assembled(tokens=self.have, stored_keys=plan.stored_keys)):
             return
-        plan, self.departure = self.claimant.depart(plan, self._look, self._cold, self.costs)
+        plan, departure = self.claimant.depart(plan, self._look, self._cold, self.costs)
+        with self._lock:
+            self.departure, left = departure, self._left
+        if left:
+            give_up(departure.claimed, self.claimant.flight, self.claimant.holder)
+            return
         state = load_plan(
             plan,
             self.store,
