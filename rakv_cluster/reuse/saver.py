@@ -117,7 +117,12 @@ class Saver:
             numeric_class=self._numeric_class,
             created_s=self._clock.wall_s(),
         )
-        copy = self._transfer.to_host(buffer.slots(start, start + len(token_ids)))
+        try:
+            copy = self._transfer.to_host(buffer.slots(start, start + len(token_ids)))
+        except Exception:  # out of memory comes as any type
+            log.warning("no memory for a copy; the chunk is not stored", exc_info=True)
+            self._finish(key, nbytes, taken=0, dropped=1)
+            return
         if not self._workers.submit(lambda: self._save(key, record, copy, nbytes, importance)):
             self._finish(key, nbytes, taken=0, dropped=1)
 
