@@ -152,7 +152,7 @@ class EngineCore:
         """
         check_request(request, self._runner, self._pool)
         now_s = self._clock.monotonic_s()
-        return Sequence.create(request, sink, now_s, self._runner.vocab_size)
+        return Sequence.create(request, sink, now_s, self._runner)
 
     def calibrate(self) -> None:
         """Measure a few forwards, so that costs are known from the start."""

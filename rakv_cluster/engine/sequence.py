@@ -12,6 +12,7 @@ import numpy as np
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
+from rakv_cluster.model.step import Runner
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.assembly import LoadJob
 from rakv_cluster.reuse.blender import Blended
@@ -96,15 +97,17 @@ class Sequence:
 
     @classmethod
     def create(
-        cls, request: EngineRequest, sink: Sink, submitted_s: float, vocab_size: int
+        cls, request: EngineRequest, sink: Sink, submitted_s: float, runner: Runner
     ) -> Sequence:
-        """A waiting sequence; forced tokens count as output that is known already."""
+        """A waiting sequence; forced tokens count as output that is known already.
+
+        Its rule decides on logits of ``runner``, where these are."""
         prompt_ids = request.prompt.token_ids
         known = len(prompt_ids) + len(request.forced_ids)
         ids = np.empty(len(prompt_ids) + max(request.max_tokens, len(request.forced_ids)), np.int64)
         ids[: len(prompt_ids)] = prompt_ids
         ids[len(prompt_ids) : known] = request.forced_ids
-        rule = TokenRule(request.sampling, prompt_ids, vocab_size)
+        rule = TokenRule(request.sampling, prompt_ids, runner.vocab_size, runner.device)
         for token_id in request.forced_ids:
             rule.accept(token_id)
         return cls(

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest
 from rakv_cluster.model.step import Step
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
-from rakv_cluster.testing.engine import EngineHarness
+from rakv_cluster.testing.engine import EngineHarness, Recording
 from rakv_cluster.testing.fake_runner import FakeRunner
-from rakv_cluster.types import FinishReason, ReuseMode
+from rakv_cluster.types import FinishReason, ReuseMode, SamplingParams
 
 SETTINGS = EngineSettings(
     kv_budget_bytes=1 << 20, max_step_tokens=16, max_running=4, growth_tokens=4
@@ -187,6 +188,27 @@ def test_a_deadline_ends_running_and_waiting_requests(plain: EngineHarness) -> N
 
     assert {answer.finish for answer in answers} == {FinishReason.DEADLINE}
     assert plain.core.stats().kv_leased_bytes == 0
+
+
+class ElsewhereRunner(FakeRunner):
+    """Its logits are not in the host's memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def test_penalties_and_bias_act_where_the_logits_are(clock: ManualClock) -> None:
+    engine = EngineHarness(ElsewhereRunner(), NullStore(), clock, settings=SETTINGS)
+    sampling = SamplingParams(
+        presence_penalty=1.0, repetition_penalty=1.5, logit_bias={3: 1.0, 5: -1.0}
+    )
+    request = EngineRequest("r", engine.prompt(ids(1, 9)), 4, sampling, forced_ids=(7,))
+    row = torch.empty(64, device="meta")
+
+    engine.core.prepare(request, Recording(clock)).rule.adjust(row, pending=[1])
+
+    assert row.device.type == "meta"
 
 
 def test_preemption_does_not_change_the_output(runner: FakeRunner, clock: ManualClock) -> None:
