@@ -55,7 +55,7 @@ class Stepper:
         rows = [row for part in parts for row in _rule_rows(part)]
         choices = iter(choose(logits, rows, eps=self._eps) if rows else ())
         by_part = tuple(tuple(islice(choices, part.choices)) for part in parts)
-        ms = (self._clock.monotonic_s() - began_s) * 1e3
+        ms = self._elapsed_ms(began_s)
         self._observe(parts, ms)
         return Computed(by_part, ms)
 
@@ -100,6 +100,13 @@ class Stepper:
         )
         began_s = self._clock.monotonic_s()
         self._runner.forward(step)
+        return self._elapsed_ms(began_s)
+
+    def _elapsed_ms(self, began_s: float) -> float:
+        """Since then until the model is done: on a GPU a forward has only queued its kernels, and
+        without a choice nobody has waited for them."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream(self._runner.device).synchronize()
         return (self._clock.monotonic_s() - began_s) * 1e3
 
     def _learn(self, rows: int, ms: float) -> None:
