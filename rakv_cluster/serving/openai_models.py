@@ -106,6 +106,11 @@ class MessageIn(Strict):
     ] = None
     tool_calls: list[ToolCallIn] = Field(default_factory=list, max_length=128)
     tool_call_id: str = Field("", max_length=128)
+    # What an answer's message has besides, in OpenAI's client: conversations are sent back.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
     @property
     def text(self) -> str:

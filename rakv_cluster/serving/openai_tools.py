@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from rakv_cluster.errors import InvalidRequest
@@ -15,6 +15,16 @@ class Strict(BaseModel):
     """Base of all bodies. Strict: "5" is no number and true no integer, as at OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        """``null`` means "not given"; a name that no field has stays, to be refused."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            n: given for n, given in value.items() if given is not None or n not in cls.model_fields
+        }
 
 
 class JsonSchemaIn(Strict):

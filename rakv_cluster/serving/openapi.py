@@ -103,18 +103,14 @@ def body_schema(*kinds: type[BaseModel]) -> dict[str, Any]:
     schemas = []
     for kind in kinds:
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        definitions = schema.pop("$defs", {})
-        properties = {
-            name: nullable(value) if name not in schema.get("required", ()) else value
-            for name, value in _inlined(schema["properties"], definitions).items()
-        }
-        schemas.append({**schema, "properties": properties})
+        schemas.append(_inlined(schema, schema.pop("$defs", {})))
     whole = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": _json(whole)}}
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """``schema`` with its references replaced by what they name; none of ours is recursive."""
+    """``schema`` with its references replaced by what they name, none of ours being recursive, and
+    its properties that may be left out nullable."""
     if isinstance(schema, list):
         return [_inlined(part, definitions) for part in schema]
     if not isinstance(schema, dict):
@@ -122,4 +118,11 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return _inlined(definitions[reference.rsplit("/", 1)[-1]], definitions)
-    return {key: _inlined(value, definitions) for key, value in schema.items()}
+    inlined = {key: _inlined(value, definitions) for key, value in schema.items()}
+    if "properties" in inlined:
+        needed = inlined.get("required", ())
+        inlined["properties"] = {
+            name: value if name in needed else nullable(value)
+            for name, value in inlined["properties"].items()
+        }
+    return inlined

@@ -1,0 +1,68 @@
+"""What OpenAI's own clients send, as they send it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rakv_cluster.config import Settings
+from rakv_cluster.serving.openai_models import ChatRequest, validated
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
+
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[openai.AsyncOpenAI]:
+    app = scripted_app(ScriptedBackend(), Settings(), ManualClock())
+    transport = httpx.ASGITransport(app)
+    async with openai.AsyncOpenAI(
+        base_url="http://service/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
+    ) as client:
+        yield client
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+async def test_an_answers_message_can_be_sent_back(
+    as_dict: bool, client: openai.AsyncOpenAI
+) -> None:
+    history: list[Any] = [USER]
+    first = await client.chat.completions.create(model="", messages=history)
+    message = first.choices[0].message
+    history += [message.model_dump() if as_dict else message, USER]
+
+    again = await client.chat.completions.create(model="", messages=history)
+
+    assert again.usage.prompt_tokens > first.usage.total_tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{**USER, "tool_calls": None, "tool_call_id": None}]},
+        {"documents": [{"text": "a", "id": None}]},
+        {"stream": True, "stream_options": {"include_usage": None}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {}, "strict": None, "description": None},
+            }
+        },
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "strict": None, "parameters": None}}
+            ]
+        },
+    ],
+)
+def test_null_means_not_given_inside_fields_too(fields: dict[str, Any]) -> None:
+    assert validated(ChatRequest, {"messages": [USER], **fields})
