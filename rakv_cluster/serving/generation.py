@@ -113,14 +113,14 @@ async def run_choices(
             async for update in updates:
                 yield update
         return
-    merged: asyncio.Queue[Update | BaseException] = asyncio.Queue(maxsize=4 * len(choices))
+    merged: asyncio.Queue[Update | Exception] = asyncio.Queue(maxsize=4 * len(choices))
 
     async def pump(choice: Choice) -> None:
         try:
             async with aclosing(run_choice(backend, choice, token_bytes)) as updates:
                 async for update in updates:
                     await merged.put(update)
-        except RakvError as error:
+        except Exception as error:  # noqa: BLE001  # raised where the updates are awaited
             await merged.put(error)
 
     tasks = [asyncio.create_task(pump(choices[0]))]
@@ -128,7 +128,7 @@ async def run_choices(
     try:
         while open_choices:
             item = await merged.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if len(tasks) == 1:
                 tasks += [asyncio.create_task(pump(choice)) for choice in choices[1:]]

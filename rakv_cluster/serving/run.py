@@ -70,8 +70,8 @@ class Run:
                         self._metrics.ttft_s.labels(cache).observe(totals.ttft_ms / 1e3)
                     yield update
             status = "ok"
-        except RakvError as error:
-            status = error.code
+        except Exception as error:
+            status = error.code if isinstance(error, RakvError) else RakvError.code
             raise
         finally:
             self._metrics.in_flight.dec()

@@ -1,0 +1,55 @@
+"""Several choices of one request: they end together, in time, whatever ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import httpx
+import pytest
+
+from rakv_cluster.config import Settings
+from rakv_cluster.engine.request import EngineEvent, EngineRequest
+from rakv_cluster.serving.http_app import create_app
+from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
+
+
+class Failing(ScriptedBackend):
+    """Has a defect that shows in choice ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        async for event in super().generate(request):
+            if request.sampling.choice_index == self._number:
+                raise RuntimeError("a defect")
+            yield event
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_defect_in_one_choice_ends_the_request(number: int) -> None:
+    app = scripted_app(Failing(number), Settings(), ManualClock())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        asked = http.post("/v1/completions", json={"prompt": "x", "n": 2})
+        answer = await asyncio.wait_for(asked, 10)
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_defect_is_counted_as_one(n: int) -> None:
+    service = scripted_service(Failing(0), Settings(), ManualClock())
+    metrics = ServiceMetrics()
+    transport = httpx.ASGITransport(create_app(service, metrics), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        asked = http.post("/v1/completions", json={"prompt": "x", "n": n})
+        assert (await asyncio.wait_for(asked, 10)).status_code == 500
+
+    counted = 'rakv_requests_total{endpoint="completions",status="internal_error"} 1.0'
+    assert counted in metrics.render().decode()
