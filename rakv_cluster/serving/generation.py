@@ -6,8 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.text import TextStream, TokenBytes
 from rakv_cluster.errors import DeadlineExceeded, RakvError, RequestCancelled
@@ -26,6 +27,10 @@ class Choice:
     def index(self) -> int:
         """Its number among the request's choices."""
         return self.request.sampling.choice_index
+
+    def within(self, timeout_s: float) -> Choice:
+        """The same with another limit on its time."""
+        return replace(self, request=replace(self.request, timeout_s=timeout_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +106,20 @@ async def run_choice(
 
 
 async def run_choices(
-    backend: Backend, choices: Sequence[Choice], token_bytes: TokenBytes
+    backend: Backend, choices: Sequence[Choice], token_bytes: TokenBytes, clock: Clock
 ) -> AsyncGenerator[Update, None]:
     """Updates of all choices as they come.
 
     The first choice goes ahead; the others start with its first token, when the prompt's KV is
-    there to share. The first error ends them all, and so does closing the generator.
+    there to share, and have what is left of its time. The first error ends them all, and so does
+    closing the generator.
     """
     if len(choices) == 1:
         async with aclosing(run_choice(backend, choices[0], token_bytes)) as updates:
             async for update in updates:
                 yield update
         return
+    until_s = clock.monotonic_s() + choices[0].request.timeout_s
     merged: asyncio.Queue[Update | Exception] = asyncio.Queue(maxsize=4 * len(choices))
 
     async def pump(choice: Choice) -> None:
@@ -131,7 +138,8 @@ async def run_choices(
             if isinstance(item, Exception):
                 raise item
             if len(tasks) == 1:
-                tasks += [asyncio.create_task(pump(choice)) for choice in choices[1:]]
+                left_s = until_s - clock.monotonic_s()
+                tasks += [asyncio.create_task(pump(each.within(left_s))) for each in choices[1:]]
             open_choices -= bool(item.finish_reason)
             yield item
     finally:

@@ -187,7 +187,7 @@ class Service:
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[Update, None]:
         """Updates of all choices; see :func:`run_choices`."""
-        updates = run_choices(self.backend, prepared.choices, self.token_bytes)
+        updates = run_choices(self.backend, prepared.choices, self.token_bytes, self.clock)
         async with aclosing(updates):
             computed = False
             async for update in updates:

@@ -53,3 +53,29 @@ async def test_a_defect_is_counted_as_one(n: int) -> None:
 
     counted = 'rakv_requests_total{endpoint="completions",status="internal_error"} 1.0'
     assert counted in metrics.render().decode()
+
+
+class Slow(ScriptedBackend):
+    """The first choice takes ``first_s`` to its first token."""
+
+    def __init__(self, clock: ManualClock, first_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._first_s = first_s
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        if request.sampling.choice_index == 0:
+            self._clock.advance(self._first_s)
+        async for event in super().generate(request):
+            yield event
+
+
+async def test_all_choices_share_the_requests_time() -> None:
+    clock = ManualClock()
+    backend = Slow(clock, 9.0)
+    transport = httpx.ASGITransport(scripted_app(backend, Settings(), clock))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        body = {"prompt": "x", "n": 3, "timeout_s": 10}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+    assert [request.timeout_s for request in backend.requests] == [10.0, 1.0, 1.0]
