@@ -59,6 +59,21 @@ class Answer:
 
 
 @dataclass(slots=True)
+class EventLines:
+    """Lines of a server-sent event stream, from its bytes as they come.
+
+    httpx's own end at U+2028, U+0085 and others too, which JSON texts may hold as they are.
+    """
+
+    _rest: bytes = b""
+
+    def push(self, data: bytes) -> list[str]:
+        """Take more bytes; the lines that are whole now."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in whole]
+
+
+@dataclass(slots=True)
 class AnswerBuilder:
     """Takes the lines of one server-sent event stream; ``started_s`` is on ``clock``."""
 

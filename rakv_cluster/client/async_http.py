@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 from typing_extensions import Self, Unpack
 
-from rakv_cluster.client.answers import Answer, AnswerBuilder
+from rakv_cluster.client.answers import Answer, AnswerBuilder, EventLines
 from rakv_cluster.client.requests import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -80,9 +80,11 @@ class AsyncStream:
     async def _read(self) -> AsyncGenerator[str, None]:
         with translated(self._response.url):
             async with aclosing(self._response):
-                async for line in self._response.aiter_lines():
-                    if piece := self._builder.feed(line):
-                        yield piece
+                lines = EventLines()
+                async for data in self._response.aiter_bytes():
+                    for line in lines.push(data):
+                        if piece := self._builder.feed(line):
+                            yield piece
         self._builder.finish()
 
 

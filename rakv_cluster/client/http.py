@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import httpx
 from typing_extensions import Self, Unpack
 
-from rakv_cluster.client.answers import Answer, AnswerBuilder
+from rakv_cluster.client.answers import Answer, AnswerBuilder, EventLines
 from rakv_cluster.client.requests import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -85,9 +85,11 @@ class Stream:
 
     def _read(self) -> Generator[str, None, None]:
         with translated(self._response.url), closing(self._response):
-            for line in self._response.iter_lines():
-                if piece := self._builder.feed(line):
-                    yield piece
+            lines = EventLines()
+            for data in self._response.iter_bytes():
+                for line in lines.push(data):
+                    if piece := self._builder.feed(line):
+                        yield piece
         self._builder.finish()
 
 

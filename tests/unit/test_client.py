@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
 from rakv_cluster import errors
 from rakv_cluster.client import Answer, AsyncClient, Client, Document, Message, RetryPolicy
@@ -264,6 +265,17 @@ async def test_trouble_on_the_wire_is_an_error_of_ours(
 
     with pytest.raises(kind, match="http://service"):
         await bench(fail).chat("q")
+
+
+async def test_what_else_ends_lines_elsewhere_is_text(bench: Callable[..., Bench]) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    choices = [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]
+    sent = b"data: " + to_json({"choices": choices}) + b"\n\n"  # as the service writes it
+    cut = sent.index("\u2028".encode()) + 1
+
+    odd = bench(served(sent[:cut], sent[cut:], b"data: [DONE]\n\n"))
+
+    assert (await odd.chat("q")).text == text
 
 
 async def test_leaving_early_closes_the_response(bench: Callable[..., Bench]) -> None:
