@@ -17,8 +17,8 @@ from rakv_cluster.client.grpc_calls import (
     DEFAULT_TARGET,
     GrpcAnswerBuilder,
     chat_input,
-    documents_of,
     generate_request,
+    prompt_input,
     translated,
 )
 from rakv_cluster.client.requests import Document, Message, Options
@@ -121,8 +121,7 @@ class AsyncGrpcClient:
         self, prompt: str, *, documents: Sequence[Document] = (), **options: Unpack[Options]
     ) -> Answer:
         """What follows ``prompt``; no chat template."""
-        given = generation.Input(prompt=prompt, documents=documents_of(documents))
-        return await self._whole(generate_request(given, options))
+        return await self._whole(generate_request(prompt_input(prompt, documents), options))
 
     async def explain_route(
         self,

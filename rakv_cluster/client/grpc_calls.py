@@ -89,32 +89,53 @@ def chat_input(
     messages: str | Sequence[Message], documents: Sequence[Document]
 ) -> generation.Input:
     given = [Message("user", messages)] if isinstance(messages, str) else messages
-    chat = generation.Chat(
-        messages=[generation.Message(role=m.role, content=m.content) for m in given]
-    )
-    return generation.Input(chat=chat, documents=documents_of(documents))
+    with _held("messages"):
+        chat = generation.Chat(
+            messages=[generation.Message(role=m.role, content=m.content) for m in given]
+        )
+    return generation.Input(chat=chat, documents=_documents(documents))
 
 
-def documents_of(documents: Sequence[Document]) -> list[generation.Document]:
-    return [generation.Document(id=d.id, text=d.text) for d in documents]
+def prompt_input(prompt: str, documents: Sequence[Document]) -> generation.Input:
+    with _held("prompt"):
+        return generation.Input(prompt=prompt, documents=_documents(documents))
+
+
+def _documents(documents: Sequence[Document]) -> list[generation.Document]:
+    with _held("documents"):
+        return [generation.Document(id=d.id, text=d.text) for d in documents]
 
 
 def generate_request(given: generation.Input, options: Options) -> generation.GenerateRequest:
     """Raises :class:`InvalidRequest` for values that the message cannot hold."""
-    fields: dict[str, Any] = dict(options)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = [fields["stop"]]
-    if "reuse" in fields:
-        fields["reuse"] = _REUSE[fields["reuse"]]
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     request = generation.GenerateRequest(input=given)
-    for name, value in fields.items():
-        try:
-            request.MergeFrom(generation.GenerateRequest(**{name: value}))
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"'{name}': {error}", field=name) from error
+    for name, value in options.items():
+        with _held(name):
+            fields: dict[str, Any] = {name: _as_field(name, value)}
+            request.MergeFrom(generation.GenerateRequest(**fields))
     return request
+
+
+def _as_field(name: str, value: Any) -> Any:
+    """An option as its field of the message has it."""
+    if name == "stop" and isinstance(value, str):
+        return [value]
+    if name == "reuse":
+        if value not in _REUSE:
+            raise ValueError(f"must be one of {', '.join(_REUSE)}")
+        return _REUSE[value]
+    if name == "logit_bias":
+        return {int(token): bias for token, bias in value.items()}
+    return value
+
+
+@contextmanager
+def _held(field: str) -> Iterator[None]:
+    """Raise :class:`InvalidRequest` for a value that a message cannot hold."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"'{field}': {error}", field=field) from error
 
 
 @contextmanager

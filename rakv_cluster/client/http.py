@@ -41,6 +41,7 @@ from rakv_cluster.client.transport import (
     SYSTEM_CLOCK,
     headers,
     model_names,
+    posted,
     raise_for_error,
     timeout,
     translated,
@@ -185,7 +186,7 @@ class Client:
     def _open(self, path: str, body: dict[str, Any]) -> Stream:
         builder = AnswerBuilder(self._clock, self._clock.monotonic_s())
         with translated(self._http.base_url):
-            request = self._http.build_request("POST", path, json=body)
+            request = posted(self._http, path, body)
             response = self._http.send(request, stream=True)
             if response.is_error:
                 response.read()

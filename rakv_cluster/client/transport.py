@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
 from rakv_cluster.client.answers import error_of
 from rakv_cluster.client.retries import RetryPolicy
 from rakv_cluster.clock import SystemClock
-from rakv_cluster.errors import DeadlineExceeded, Unavailable
+from rakv_cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 600.0
@@ -31,6 +32,16 @@ def translated(url: httpx.URL) -> Iterator[None]:
         raise DeadlineExceeded(f"{url} was silent for longer than the timeout") from error
     except httpx.TransportError as error:
         raise Unavailable(f"no answer from {url}: {error}") from error
+
+
+def posted(
+    http: httpx.Client | httpx.AsyncClient, path: str, body: Mapping[str, Any]
+) -> httpx.Request:
+    """A request to be sent; raises :class:`InvalidRequest` for what JSON in UTF-8 cannot say."""
+    try:
+        return http.build_request("POST", path, json=body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
 def raise_for_error(response: httpx.Response) -> None:

@@ -278,6 +278,18 @@ async def test_what_else_ends_lines_elsewhere_is_text(bench: Callable[..., Bench
     assert (await odd.chat("q")).text == text
 
 
+async def test_half_a_character_is_refused_as_the_service_would(
+    bench: Callable[..., Bench],
+) -> None:
+    with pytest.raises(InvalidRequest, match="surrogates"):
+        await bench(served(*WHOLE)).chat("half a pair: \ud83d")
+
+
+async def test_a_number_that_json_has_not_is_refused(bench: Callable[..., Bench]) -> None:
+    with pytest.raises(InvalidRequest):
+        await bench(served(*WHOLE)).chat("q", temperature=float("nan"))
+
+
 async def test_leaving_early_closes_the_response(bench: Callable[..., Bench]) -> None:
     body = Lines(event("Hel"), event("lo"))
 

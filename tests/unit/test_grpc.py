@@ -227,6 +227,8 @@ def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> N
         ({"stop": ["a", ""]}, InvalidRequest, "stop.1"),
         ({"logit_bias": {"999": 1.0}}, InvalidRequest, "logit_bias"),
         ({"logit_bias": {"5": 101.0}}, InvalidRequest, "logit_bias.5"),
+        ({"logit_bias": {"x": 1.0}}, InvalidRequest, "logit_bias"),
+        ({"reuse": "maybe"}, InvalidRequest, "reuse"),
         ({"model": "gpt"}, ModelNotFound, "model"),
         ({"min_tokens": 9, "max_tokens": 3}, InvalidRequest, "min_tokens"),
     ],
@@ -239,6 +241,13 @@ def test_bad_input_names_the_field(
 
     assert type(caught.value) is kind
     assert caught.value.field == field
+
+
+def test_half_a_character_is_refused_as_over_http(served: Served) -> None:
+    with pytest.raises(InvalidRequest, match="surrogates"):
+        served.client().chat("half a pair: \ud83d")
+    with pytest.raises(InvalidRequest, match="surrogates"):
+        served.client().complete("half a pair: \ud83d")
 
 
 def test_a_role_nobody_has_and_no_input_at_all(served: Served) -> None:
