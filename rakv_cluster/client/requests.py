@@ -24,7 +24,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that the question is about; ``id`` is shown to the model as its name."""
+    """A text that the question is about; ``id`` is shown to the model as its name. An empty text
+    stands for the one that was left under this id (``/v1/documents``)."""
 
     text: str
     id: str = ""
@@ -74,7 +75,9 @@ def completion_body(prompt: str, documents: Sequence[Document], options: Options
 
 def _common(documents: Sequence[Document]) -> dict[str, Any]:
     return {
-        "documents": [{"id": d.id, "text": d.text} for d in documents],
+        "documents": [
+            {"id": d.id, "text": d.text} if d.text or not d.id else {"id": d.id} for d in documents
+        ],
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -290,6 +290,18 @@ async def test_a_number_that_json_has_not_is_refused(bench: Callable[..., Bench]
         await bench(served(*WHOLE)).chat("q", temperature=float("nan"))
 
 
+async def test_a_document_can_be_named_by_its_id_alone(bench: Callable[..., Bench]) -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, stream=Lines(*WHOLE))
+
+    await bench(handler).chat("q", documents=[Document("", "report")])
+
+    assert json.loads(seen[0].content)["documents"] == [{"id": "report"}]
+
+
 async def test_leaving_early_closes_the_response(bench: Callable[..., Bench]) -> None:
     body = Lines(event("Hel"), event("lo"))
 
