@@ -125,10 +125,11 @@ def run(
         _work_or_stop(job, todo, journal, target, console)
         write_results(job, journal, out)
         failed = len(journal.failed)
-    _journal_path(out).unlink()
     console.print(f"{len(job.rows)} rows in {out}, {failed} with errors; {stats_path(out)}")
     if failed:
+        console.print("ask those again with --resume --retry-errors")
         raise typer.Exit(ROW_ERRORS)
+    _journal_path(out).unlink()
 
 
 def _work_or_stop(

@@ -340,6 +340,8 @@ def test_the_command_answers_every_row_and_reuses(url: str, tmp_path: Path) -> N
     stats = [json.loads(x) for x in (tmp_path / "o.stats.jsonl").read_text().splitlines()]
     assert [s["cached_tokens"] > 500 for s in stats] == [False, False, True, True, True, True]
     assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.stats.jsonl"]
+    again = batch(tmp_path, "--url", url, "--resume")
+    assert (again.exit_code, "nothing to resume" in again.output) == (2, True)
 
 
 def test_a_dry_run_shows_the_plan_and_asks_nothing(tmp_path: Path) -> None:
@@ -364,8 +366,36 @@ def test_rows_with_errors_give_exit_code_1_and_can_be_asked_again(url: str, tmp_
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [bool(line["error_code"]) for line in lines] == [False, False, True, True]
     assert lines[2]["error"] == "the engine failed"
-    again = batch(tmp_path, "--url", url, "--resume")
-    assert (again.exit_code, "nothing to resume" in again.output) == (2, True)
+    written = (tmp_path / "o.jsonl").read_bytes()
+    assert batch(tmp_path, "--url", url, "--resume").exit_code == 1
+    assert (tmp_path / "o.jsonl").read_bytes() == written
+
+
+def test_rows_with_errors_are_asked_again_once_the_service_is_right(tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?\nThe impossible?")
+    failing = True
+
+    def respond(prompt: str) -> str:
+        if failing and "impossible" in prompt:
+            raise RakvError("the engine failed")
+        return "An answer."
+
+    backend = ScriptedBackend(respond)
+
+    async def build() -> FastAPI:
+        return scripted_app(backend, Settings(), ManualClock())
+
+    with http_server(build) as url:
+        assert batch(tmp_path, "--url", url).exit_code == 1
+        failing = False
+        again = batch(tmp_path, "--url", url, "--resume", "--retry-errors")
+
+    assert again.exit_code == 0, again.output
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == ["An answer."] * 4
+    assert len(backend.requests) == 6, "only rows with errors are asked again"
+    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.stats.jsonl"]
 
 
 def test_what_is_there_is_never_overwritten(url: str, tmp_path: Path) -> None:
