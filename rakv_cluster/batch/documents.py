@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,10 @@ def load_documents(folder: Path) -> DocumentSet:
     for path in _files(folder):
         name = path.relative_to(folder).as_posix()
         try:
+            name.encode()
             texts[name] = read_text(path)
+        except UnicodeEncodeError:
+            skipped[os.fsencode(name).decode(errors="backslashreplace")] = "its name is not UTF-8"
         except Unreadable as reason:
             skipped[name] = str(reason)
     if not texts:
@@ -84,10 +88,9 @@ def _pdf_text(path: Path) -> str:
     # Imported late: an extra of the package, and needed by few jobs.
     try:
         from pypdf import PdfReader  # noqa: PLC0415  # an extra
-        from pypdf.errors import PyPdfError  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise ConfigError("PDF files need pypdf: pip install 'rakv-cluster[batch]'") from error
     try:
         return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
-    except (PyPdfError, ValueError, KeyError, RecursionError) as error:
+    except Exception as error:  # pypdf raises anything on damaged or locked files
         raise Unreadable(f"not a PDF that can be read: {error}") from error

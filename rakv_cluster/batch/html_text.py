@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-_HIDDEN = frozenset({"head", "noscript", "script", "style", "template"})
+_HIDDEN = frozenset({"noscript", "script", "style", "template", "title"})
 _BLOCKS = frozenset(
     {
         "address", "article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "fieldset",

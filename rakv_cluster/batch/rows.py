@@ -125,6 +125,10 @@ def _expanded(
         raise ConfigError(f"{where}: prompt must be a text", field="prompts")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: id must be a text", field="prompts")
+    try:
+        (prompt + name).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: not Unicode: {error}", field="prompts") from error
     row_id = name or str(number)
     if named is None and documents:
         for document in documents:

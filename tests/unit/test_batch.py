@@ -61,12 +61,29 @@ def test_a_folder_becomes_documents(tmp_path: Path) -> None:
     assert list(texts) == sorted(texts)
 
 
+def pdf(length: bytes) -> bytes:
+    """A page whose contents say that they have this length."""
+    objects = (
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /Contents 4 0 R /Resources << /Font << >> >> >>",
+        b"<< /Length " + length + b" >>\nstream\nBT ET\nendstream",
+    )
+    written, entries = b"%PDF-1.4\n", b"0000000000 65535 f \n"
+    for number, content in enumerate(objects, start=1):
+        entries += b"%010d 00000 n \n" % len(written)
+        written += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"xref\n0 %d\n%strailer << /Size 5 /Root 1 0 R >>\n" % (len(objects) + 1, entries)
+    return written + table + b"startxref\n%d\n%%%%EOF\n" % len(written)
+
+
 def test_what_holds_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "ok.txt").write_text("ok")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "zeros").write_bytes(b"a\0b")
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "broken.pdf").write_text("no pdf")
+    (tmp_path / "damaged.pdf").write_bytes(pdf(b"(no number)"))
     with (tmp_path / "empty.pdf").open("wb") as file:
         writer = PdfWriter()
         writer.add_blank_page(72, 72)
@@ -81,7 +98,20 @@ def test_what_holds_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
         "blank.txt": "no text",
         "empty.pdf": "no text",
         "broken.pdf": "not a PDF that can be read",
+        "damaged.pdf": "not a PDF that can be read",
     }
+
+
+def test_a_file_whose_name_is_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "ok.txt").write_text("ok")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("text")
+
+    found = load_documents(tmp_path)
+
+    assert (list(found.texts), found.skipped) == (
+        ["ok.txt"],
+        {"caf\\xe9.txt": "its name is not UTF-8"},
+    )
 
 
 def test_links_out_of_the_folder_and_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -106,6 +136,8 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     ("page", "text"),
     [
         ("<head><title>t</title></head><body>x</body>", "x"),
+        ("<head><title>t</title><body>x", "x"),
+        ("<!doctype html><title>t</title><p>x", "x"),
         ("a<script>b</script>c<style>d</style>", "ac"),
         ("<h1>A</h1><p>one\n  two</p><ul><li>x<li>y</ul>", "A\n\none two\n\nx\ny"),
         ("<pre>a\n  b</pre>", "a\n  b"),
@@ -157,6 +189,7 @@ def test_a_line_of_json_names_its_documents_in_order(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"promt": "a"}', "line 2: an object"),
         ('{"prompt": 5}', "line 1: prompt must"),
         ('{"prompt": " "}', "line 1: prompt must"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2: .*Unicode"),
         ('{"prompt": "a", "id": 5}', "line 1: id must"),
         ('{"prompt": "a", "documents": "a.txt"}', "line 1: documents must"),
         ('{"prompt": "a", "documents": ["../a.txt"]}', "no document '../a.txt'"),
