@@ -19,10 +19,10 @@ from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.openai_format import Totals
 from rakv_cluster.serving.openai_models import GenerationRequest
 from rakv_cluster.serving.run import Run
-from rakv_cluster.serving.service import Service
+from rakv_cluster.serving.service import STORED, Service
 from rakv_cluster.store.base import StoreStats
 from rakv_cluster.telemetry import Figures, ServiceMetrics
-from rakv_cluster.types import Chunk
+from rakv_cluster.types import Chunk, ReuseMode
 
 ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 """Fields of a request that is only about its prompt: the least there is to generate."""
@@ -78,8 +78,13 @@ class CacheApi:
         self._admin = admin
 
     async def warm(self, request: GenerationRequest, caller: Caller) -> Totals:
-        """Compute and store a prompt's KV, as answering it would; the accounts of doing so."""
+        """Compute and store a prompt's KV, as answering it would; the accounts of doing so.
+
+        Where requests store nothing by default, it is computed as those that ask for ``exact``.
+        """
         started_s = self._service.clock.monotonic_s()
+        if self._service.settings.default_reuse not in STORED:
+            request = request.model_copy(update={"reuse": ReuseMode.EXACT.value})
         prepared = await self._service.prepare(request, caller)
         run = Run(
             self._service, self._metrics, prepared, caller, endpoint="warm", started_s=started_s

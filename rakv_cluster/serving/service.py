@@ -42,7 +42,7 @@ from rakv_cluster.serving.tool_calls import Tool, calls_lark
 from rakv_cluster.serving.tracing import NO_TRACES, Tracer
 from rakv_cluster.types import BlendWish, ChunkedPrompt, ReuseMode, SamplingParams
 
-_STORED = frozenset({ReuseMode.EXACT, ReuseMode.REORDER})
+STORED = frozenset({ReuseMode.EXACT, ReuseMode.REORDER})
 """What these computed is stored under prefix keys."""
 
 _INLINE_CHARACTERS = 4096
@@ -191,7 +191,7 @@ class Service:
         async with aclosing(updates):
             computed = False
             async for update in updates:
-                if not computed and prepared.reuse in _STORED:
+                if not computed and prepared.reuse in STORED:
                     prompt = prepared.choices[0].request.prompt
                     self._seen.add([chunk.prefix_key for chunk in prompt.chunks])
                     computed = True

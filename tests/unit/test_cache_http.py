@@ -24,6 +24,7 @@ from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.records import tiny_record
 from rakv_cluster.testing.scripted import CARD, ScriptedBackend, scripted_service
 from rakv_cluster.testing.simulated_shards import SimulatedShards
+from rakv_cluster.types import ReuseMode
 
 NODES = ("n0", "n1")
 CHAT = {
@@ -99,6 +100,16 @@ async def test_a_prompt_is_warmed_found_pinned_and_removed(served: Served) -> No
     assert (await served.done("/v1/cache/lookup", CHAT))["stored_tokens"] == 0
     again = await served.done("/v1/chat/completions", CHAT)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("default", ["off", "blend"])
+async def test_what_is_warmed_is_stored_whatever_requests_do_by_default(default: str) -> None:
+    served = Served(Settings(default_reuse=ReuseMode(default)))
+
+    await served.done("/v1/cache/warm", CHAT)
+
+    assert served.backend.requests[-1].reuse is ReuseMode.EXACT
+    await served.http.aclose()
 
 
 async def test_a_node_is_drained_before_it_is_removed(served: Served) -> None:
