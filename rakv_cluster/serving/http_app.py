@@ -128,7 +128,6 @@ class _Exchange:
         self._metrics = metrics
         self._endpoint = endpoint
         self._started_s = service.clock.monotonic_s()
-        self._tools = False
 
     async def answer(self, http: Request, kind: type[GenerationRequest]) -> Response:
         """Read, validate, run; errors before the first token become the response's status."""
@@ -136,9 +135,6 @@ class _Exchange:
         request = parse(kind, body)
         caller = caller_of(http)
         prepared = await self._service.prepare(request, caller)
-        self._tools = isinstance(request, ChatRequest) and bool(
-            offered(request.tools, request.tool_choice)
-        )
         run = Run(
             self._service,
             self._metrics,
@@ -157,7 +153,7 @@ class _Exchange:
         )
         if not request.stream:
             return await self._whole(request, run, header)
-        updates = self._updates(run)
+        updates = _updates(request, run)
         # Awaited here, so that a refusal still has its status code.
         first = await anext(updates)
         return StreamingResponse(
@@ -166,12 +162,9 @@ class _Exchange:
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
-    def _updates(self, run: Run) -> AsyncGenerator[Update, None]:
-        return split_calls(run.updates()) if self._tools else run.updates()
-
     async def _whole(self, request: GenerationRequest, run: Run, header: Header) -> Response:
         choices = {choice.index: ChoiceText() for choice in run.prepared.choices}
-        async with aclosing(self._updates(run)) as updates:
+        async with aclosing(_updates(request, run)) as updates:
             async for update in updates:
                 choices[update.index].add(update)
         body = openai_format.full_body(
@@ -221,6 +214,13 @@ class _Exchange:
         if request.stream_options.include_usage:
             yield _event(openai_format.usage_body(header, run.totals, run.elapsed_ms()))
         yield _DONE
+
+
+def _updates(request: GenerationRequest, run: Run) -> AsyncGenerator[Update, None]:
+    """A run's updates, calls of tools taken out of the text."""
+    if isinstance(request, ChatRequest) and offered(request.tools, request.tool_choice):
+        return split_calls(run.updates(), parallel=request.parallel_tool_calls)
+    return run.updates()
 
 
 def _echo(request: GenerationRequest, token_bytes: TokenBytes) -> str:

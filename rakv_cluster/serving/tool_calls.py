@@ -93,16 +93,18 @@ class CallSplitter:
 
 
 async def split_calls(
-    updates: AsyncGenerator[Update, None],
+    updates: AsyncGenerator[Update, None], *, parallel: bool = True
 ) -> AsyncGenerator[Update, None]:
     """Updates whose calls are taken out of the text; a choice that called ends with
-    ``tool_calls``."""
+    ``tool_calls``. Unless ``parallel``, a choice's first call is its only one."""
     splitters: dict[int, CallSplitter] = {}
     called: set[int] = set()
     async with aclosing(updates):
         async for update in updates:
             splitter = splitters.setdefault(update.index, CallSplitter())
             text, calls = splitter.push(update.text)
+            if not parallel:
+                calls = () if update.index in called else calls[:1]
             if calls:
                 called.add(update.index)
             reason = update.finish_reason

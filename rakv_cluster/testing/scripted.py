@@ -20,7 +20,7 @@ from rakv_cluster.serving.prompting import PromptRenderer
 from rakv_cluster.serving.service import Service
 from rakv_cluster.serving.tracing import NO_TRACES, Tracer
 from rakv_cluster.telemetry import Figures, ServiceMetrics
-from rakv_cluster.testing.tiny_models import VOCAB_SIZE, tiny_tokenizer
+from rakv_cluster.testing.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from rakv_cluster.types import FinishReason, ReuseMode
 
 CARD = ModelCard(
@@ -116,10 +116,15 @@ class ScriptedBackend:
 
 
 def scripted_service(
-    backend: ScriptedBackend, settings: Settings, clock: Clock, *, tracer: Tracer = NO_TRACES
+    backend: ScriptedBackend,
+    settings: Settings,
+    clock: Clock,
+    *,
+    tracer: Tracer = NO_TRACES,
+    chat_template: str = CHAT_TEMPLATE,
 ) -> Service:
     """The ingress's service in front of ``backend``."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(chat_template)
     return Service(
         settings=settings,
         backend=backend,

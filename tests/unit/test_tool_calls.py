@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rakv_cluster.config import Settings
 from rakv_cluster.model.grammar import lark_grammar
 from rakv_cluster.serving.generation import ToolCall
+from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.tool_calls import CLOSE, OPEN, CallSplitter, Tool, calls_lark
+from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_service
+from rakv_cluster.testing.tiny_models import TOOLS_TEMPLATE
 
 CALL = f'{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
 PARSED = ToolCall("f", '{"x": "é"}')
@@ -56,6 +63,27 @@ def test_pieces_do_not_matter(parts: list[str], cuts: list[int]) -> None:
     pieces = [text[a:b] for a, b in pairwise(places)]
 
     assert split(pieces) == split([text])
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_calls_come_one_at_a_time_where_the_client_asks_for_that(
+    parallel: bool, stream: bool
+) -> None:
+    backend = ScriptedBackend(lambda prompt: f"{CALL}\n{CALL}")
+    service = scripted_service(backend, Settings(), ManualClock(), chat_template=TOOLS_TEMPLATE)
+    app = create_app(service, ServiceMetrics())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [{"role": "user", "content": "q"}], "tools": tools, "stream": stream}
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        path = "/v1/chat/completions"
+        answer = await http.post(path, json=body | {"parallel_tool_calls": parallel})
+
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count('"name":"f"') == (2 if parallel else 1)
+    assert '"finish_reason":"tool_calls"' in answer.text
 
 
 def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
