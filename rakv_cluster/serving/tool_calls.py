@@ -15,6 +15,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic_core import from_json
+
 from rakv_cluster.serving.generation import ToolCall, Update
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -123,10 +125,12 @@ def _overlap(text: str, mark: str) -> int:
 
 def _parsed(body: str) -> ToolCall | None:
     try:
-        content = json.loads(body)
+        content = from_json(body, allow_inf_nan=False)  # as what clients send back is parsed
     except ValueError:
         return None
     if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return None
     arguments = content.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
     return ToolCall(content["name"], json.dumps(arguments, ensure_ascii=False))

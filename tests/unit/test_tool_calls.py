@@ -44,6 +44,10 @@ def split(pieces: list[str]) -> tuple[str, list[ToolCall]]:
         (f'{OPEN}["f"]{CLOSE}', f'{OPEN}["f"]{CLOSE}', []),
         (f'{OPEN}{{"name": 5}}{CLOSE}', f'{OPEN}{{"name": 5}}{CLOSE}', []),
         (f'{OPEN}{{"name": "g"}}{CLOSE}', "", [ToolCall("g", "{}")]),
+        # A client could not send these back as calls.
+        (f'{OPEN}{{"name": "f", "arguments": [1]}}{CLOSE}',) * 2 + ([],),
+        (f'{OPEN}{{"name": "f", "arguments": {{"x": "\\ud83d"}}}}{CLOSE}',) * 2 + ([],),
+        (f"{OPEN}{'[' * 3000}{CLOSE}",) * 2 + ([],),
         (f"{OPEN}cut off", f"{OPEN}cut off", []),
         ("a < b <tool", "a < b <tool", []),
         ("", "", []),
