@@ -326,9 +326,6 @@ def _check_combinations(request: GenerationRequest) -> None:
             raise InvalidRequest(f"missing field '{field}'", field=field)
     if request.min_tokens > (request.output_limit or request.min_tokens):
         raise InvalidRequest("min_tokens is larger than max_tokens", field="min_tokens")
-    for name in ("max_kl", "recompute"):
-        if getattr(request, name) is not None and request.reuse not in (None, "blend"):
-            raise InvalidRequest(f"{name} needs reuse: blend", field=name)
     if request.max_kl is not None and request.recompute is not None:
         raise InvalidRequest("send max_kl or recompute, not both", field="recompute")
     if isinstance(request, ChatRequest):

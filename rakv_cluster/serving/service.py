@@ -198,7 +198,11 @@ class Service:
                 yield update
 
     def _reuse(self, request: GenerationRequest) -> ReuseMode:
-        return ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
+        reuse = ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse
+        for name in ("max_kl", "recompute"):
+            if getattr(request, name) is not None and reuse is not ReuseMode.BLEND:
+                raise InvalidRequest(f"{name} needs reuse: blend", field=name)
+        return reuse
 
     def _blend(self, request: GenerationRequest) -> BlendWish:
         return BlendWish(

@@ -76,10 +76,21 @@ async def test_an_output_limit_beyond_the_context_is_refused_by_its_own_name(fie
     assert f"{field} is {CARD.context_tokens}" in refusal.value.message
 
 
-def service() -> Service:
+@pytest.mark.parametrize("field", ["max_kl", "recompute"])
+async def test_what_only_blending_heeds_is_refused_where_nothing_blends(field: str) -> None:
+    request = parse(CompletionRequest, json.dumps({"prompt": "x", field: 0.5}).encode())
+
+    assert await service(default_reuse="blend").prepare(request)
+    with pytest.raises(InvalidRequest) as refusal:
+        await service().prepare(request)
+
+    assert refusal.value.field == field
+
+
+def service(**settings: object) -> Service:
     tokenizer = tiny_tokenizer()
     return Service(
-        settings=load_settings(environ={}),
+        settings=load_settings(settings, environ={}),
         backend=ScriptedBackend(),
         card=CARD,
         renderer=PromptRenderer(tokenizer),
