@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +52,7 @@ def error_response(error: RakvError, more: Mapping[str, str] = MappingProxyType(
     ``more`` headers."""
     headers = dict(more)
     if error.http_status in {429, 503}:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1.0)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     return Response(
         to_json(error_body(error)),
         status_code=error.http_status,
