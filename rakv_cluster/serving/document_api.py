@@ -59,7 +59,11 @@ def add_document_routes(app: FastAPI, service: Service, cache: CacheApi) -> None
         messages = [*front, {"role": "user", "content": "?"}]
         documents = [{"id": name, "text": text}]
         warmed = prompt_request({"messages": messages, "documents": documents}, {})
-        totals = await cache.warm(warmed, caller)
+        try:
+            totals = await cache.warm(warmed, caller)
+        except InvalidRequest as error:
+            field = "system" if error.field == "messages.0.content" else "text"
+            raise type(error)(error.message, field=field) from error
         await service.documents.leave(caller.tenant, document)
         return json_response({**_shown(document), "usage": totals.usage()})
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ByteSize
 
 from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
@@ -46,6 +47,15 @@ async def serving(
         transport=transport, base_url="http://service", headers=headers
     ) as http:
         yield http
+
+
+async def test_what_is_wrong_with_a_document_is_named_as_it_was_sent() -> None:
+    settings = Settings(body_limit_bytes=ByteSize(1 << 25))
+    async with serving(ScriptedBackend(), settings) as http:
+        long = await http.post("/v1/documents", json={"id": "a", "text": "x" * (13 << 20)})
+
+    error = long.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "text")
 
 
 def question(*documents: dict[str, str], **fields: Any) -> dict[str, Any]:
