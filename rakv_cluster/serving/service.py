@@ -247,7 +247,7 @@ class Service:
         if isinstance(request, ChatRequest):
             messages = [_message(message) for message in request.messages]
             tools = _tools_json(request)
-            characters += sum(len(message.content) for message in messages)
+            characters += sum(len(m.content) + len(m.calls) for m in messages) + len(tools)
 
             def rendered() -> Rendered:
                 return self._renderer.chat(messages, documents, limit_tokens, tools)
