@@ -18,6 +18,7 @@ from rakv_cluster.errors import RakvError, error_class
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "rakv"
+_LONGEST_MESSAGE = 300
 
 
 def status_code(error: RakvError) -> StatusCode:
@@ -25,17 +26,26 @@ def status_code(error: RakvError) -> StatusCode:
     return StatusCode[error.grpc_code]
 
 
+def message_of(error: RakvError) -> str:
+    """The error's message, cut where it is long: metadata of more than 8 KiB, in which it stands
+    three times, would reach the client as another status."""
+    if len(error.message) <= _LONGEST_MESSAGE:
+        return error.message
+    return error.message[: _LONGEST_MESSAGE - 1] + "\u2026"
+
+
 def details_of(error: RakvError) -> bytes:
     """The value of :data:`DETAILS_KEY` in the trailing metadata."""
+    message = message_of(error)
     parts: list[Message] = [ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
     if error.field:
-        violation = BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = BadRequest.FieldViolation(field=error.field, description=message)
         parts.append(BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         retry = RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         parts.append(retry)
-    status = Status(code=status_code(error).value[0], message=error.message)
+    status = Status(code=status_code(error).value[0], message=message)
     for part in parts:
         status.details.add().Pack(part)
     return bytes(status.SerializeToString())

@@ -15,7 +15,7 @@ from grpc.aio import ServicerContext
 from rakv_cluster.errors import InvalidRequest, RakvError
 from rakv_cluster.logs import HEADER, begin_request
 from rakv_cluster.rpc.calls import Method, methods
-from rakv_cluster.rpc.status import DETAILS_KEY, details_of, status_code
+from rakv_cluster.rpc.status import DETAILS_KEY, details_of, message_of, status_code
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 from rakv_cluster.serving import grpc_messages as messages
@@ -251,5 +251,5 @@ def _decoded(method: Method, raw: bytes) -> Message:
 async def _abort(context: _Context, error: RakvError) -> NoReturn:
     """End the call with the error's status."""
     await context.abort(
-        status_code(error), error.message, trailing_metadata=((DETAILS_KEY, details_of(error)),)
+        status_code(error), message_of(error), trailing_metadata=((DETAILS_KEY, details_of(error)),)
     )

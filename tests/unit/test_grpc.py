@@ -243,6 +243,13 @@ def test_bad_input_names_the_field(
     assert caught.value.field == field
 
 
+def test_an_error_that_quotes_much_is_still_that_error(served: Served) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        served.client().chat("q", model="m" * 50_000)
+
+    assert caught.value.field == "model"
+
+
 def test_half_a_character_is_refused_as_over_http(served: Served) -> None:
     with pytest.raises(InvalidRequest, match="surrogates"):
         served.client().chat("half a pair: \ud83d")
