@@ -141,6 +141,8 @@ def _work_or_stop(
     except KeyboardInterrupt as interrupt:
         console.print("interrupted; go on with --resume")
         raise typer.Exit(INTERRUPTED) from interrupt
+    except ConfigError:
+        raise  # by that of a job that cannot be run as given
     except RakvError as error:
         console.print(f"[bold red]stopped:[/] {error.message}; go on with --resume")
         raise typer.Exit(STOPPED) from error

@@ -465,6 +465,21 @@ def test_a_refused_key_stops_the_job_with_exit_code_3(tmp_path: Path) -> None:
     assert (tmp_path / "o.jsonl.journal").exists()
 
 
+def test_a_model_that_is_not_there_is_a_job_that_cannot_be_run(tmp_path: Path) -> None:
+    folder_of_documents(tmp_path)
+    (tmp_path / "p.txt").write_text("One?")
+
+    arguments = ["--docs", str(tmp_path / "docs"), "--prompts", str(tmp_path / "p.txt")]
+    refused = CliRunner().invoke(
+        app,
+        ["batch", "run", *arguments, "--out", str(tmp_path / "o.jsonl"), "--in-process"],
+        env={"RAKV_MODEL": str(tmp_path / "nowhere")},
+    )
+
+    assert refused.exit_code == 2, refused.output
+    assert "nowhere" in refused.output
+
+
 def test_a_job_file_holds_the_options_and_the_command_line_wins(url: str, tmp_path: Path) -> None:
     folder_of_documents(tmp_path)
     (tmp_path / "p.txt").write_text("One?\nTwo?")
