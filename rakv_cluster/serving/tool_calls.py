@@ -31,18 +31,20 @@ class Tool:
 
 
 def calls_lark(tools: Sequence[Tool]) -> str:
-    """The grammar (llguidance's Lark) of a text that is one call of one of ``tools``."""
-    options = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": dict(tool.parameters)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
+    """The grammar (llguidance's Lark) of a text that is one call of one of ``tools``.
+
+    Each tool's schema is a document of its own, so that its references (``#/$defs/...``) hold.
+    """
+    rules = [
+        f'start: "{OPEN}\\n" call "\\n{CLOSE}"',
+        "call: " + " | ".join(f"call{number}" for number in range(len(tools))),
     ]
-    schema = {"anyOf": options, "x-guidance": {"whitespace_flexible": False}}
-    return f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(schema)}\n'
+    for number, tool in enumerate(tools):
+        front = json.dumps(f'{{"name":"{tool.name}","arguments":')
+        rules.append(f'call{number}: {front} arguments{number} "}}"')
+        schema = {"type": "object", **tool.parameters, "x-guidance": {"whitespace_flexible": False}}
+        rules.append(f"arguments{number}: %json {json.dumps(schema)}")
+    return "\n".join(rules) + "\n"
 
 
 class CallSplitter:

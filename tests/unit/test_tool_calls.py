@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rakv_cluster.config import Settings
-from rakv_cluster.model.grammar import lark_grammar
+from rakv_cluster.model.grammar import TokenizerGrammars, lark_grammar
 from rakv_cluster.serving.generation import ToolCall
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.tool_calls import CLOSE, OPEN, CallSplitter, Tool, calls_lark
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_service
-from rakv_cluster.testing.tiny_models import TOOLS_TEMPLATE
+from rakv_cluster.testing.tiny_models import TOOLS_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 
 CALL = f'{OPEN}\n{{"name": "f", "arguments": {{"x": "é"}}}}\n{CLOSE}'
 PARSED = ToolCall("f", '{"x": "é"}')
@@ -96,6 +96,41 @@ def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
     assert splitter.push("a <b> c")[0] == "a <b> c"
     assert splitter.push("d<tool")[0] == "d"
     assert splitter.push("x")[0] == "<toolx"
+
+
+NESTED = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/Place"}},
+    "required": ["place"],
+    "$defs": {"Place": {"type": "object", "properties": {"town": {"type": "string"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"name":"f","arguments":{"place":{"town":"Oslo"}}}', True),
+        ('{"name":"f","arguments":{"place":"Oslo"}}', False),
+        ('{"name":"g","arguments":{}}', True),
+        ('{"name":"g","arguments":5}', False),
+        ('{"name":"h","arguments":{}}', False),
+    ],
+)
+def test_a_demanded_call_follows_its_tools_own_schema(text: str, allowed: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    grammars = TokenizerGrammars(tokenizer.backend_tokenizer.to_str(), VOCAB_SIZE, {2})
+    mask = grammars(lark_grammar(calls_lark([Tool("f", NESTED), Tool("g", {})]), "tools"))
+    ids = tokenizer.encode(f"{OPEN}\n{text}\n{CLOSE}", add_special_tokens=False)
+
+    def follows() -> bool:
+        try:
+            for token_id in ids:
+                mask.accept(token_id)
+        except ValueError:
+            return False
+        return True
+
+    assert follows() == allowed
 
 
 def test_the_grammar_of_a_call_can_be_enforced() -> None:
