@@ -11,7 +11,12 @@ from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.serving.http_access import caller_of
 from rakv_cluster.serving.http_io import json_response, read_body
-from rakv_cluster.serving.openai_models import ChatRequest, CompletionRequest, parse
+from rakv_cluster.serving.openai_models import (
+    ChatRequest,
+    CompletionRequest,
+    parse_object,
+    validated,
+)
 from rakv_cluster.serving.openapi import (
     COUNT,
     REPLICA_TERMS,
@@ -50,10 +55,9 @@ def add_route_explanation(app: FastAPI, service: Service, replicas: Explains) ->
         responses=answered(answer),
     )
     async def explain_route(http: Request) -> Response:
-        body = await read_body(http, service.settings)
-        # Inside a prompt these quotes would be escaped.
-        kind = ChatRequest if b'"messages"' in body else CompletionRequest
-        prepared = await service.prepare(parse(kind, body), caller_of(http))
+        data = parse_object(await read_body(http, service.settings))
+        kind = ChatRequest if "messages" in data else CompletionRequest
+        prepared = await service.prepare(validated(kind, data), caller_of(http))
         request = prepared.choices[0].request
         decision = await replicas.explain(request)
         return json_response(explanation(request, decision))

@@ -10,9 +10,13 @@ import openai
 import pytest
 
 from rakv_cluster.config import Settings
+from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.openai_models import ChatRequest, validated
+from rakv_cluster.serving.route_api import add_route_explanation
+from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
-from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
+from rakv_cluster.testing.one_replica import OneReplica
+from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -66,3 +70,16 @@ async def test_an_answers_message_can_be_sent_back(
 )
 def test_null_means_not_given_inside_fields_too(fields: dict[str, Any]) -> None:
     assert validated(ChatRequest, {"messages": [USER], **fields})
+
+
+async def test_what_a_body_is_does_not_hang_on_its_texts() -> None:
+    service = scripted_service(ScriptedBackend(), Settings(), ManualClock())
+    app = create_app(service, ServiceMetrics())
+    add_route_explanation(app, service, OneReplica())
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        body = {"prompt": "x", "stop": "messages"}
+        answer = await http.post("/v1/route/explain", json=body)
+
+    assert answer.status_code == 200, answer.text
