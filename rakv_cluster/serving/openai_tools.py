@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from rakv_cluster.errors import InvalidRequest
@@ -97,7 +105,17 @@ class NamedTool(Strict):
     function: Named
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+def _by_its_own_name(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """Pydantic names the alternatives that it tried, which no client knows."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        raise ValueError("must be 'none', 'auto', 'required' or a function by name") from error
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool, WrapValidator(_by_its_own_name)
+]
 
 
 def offered(tools: Sequence[ToolIn], choice: ToolChoice) -> Sequence[ToolIn]:

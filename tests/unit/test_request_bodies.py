@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from rakv_cluster.config import Settings
+from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.openai_models import ChatRequest, validated
 from rakv_cluster.serving.route_api import add_route_explanation
@@ -70,6 +71,16 @@ async def test_an_answers_message_can_be_sent_back(
 )
 def test_null_means_not_given_inside_fields_too(fields: dict[str, Any]) -> None:
     assert validated(ChatRequest, {"messages": [USER], **fields})
+
+
+@pytest.mark.parametrize(
+    "choice", ["maybe", {"type": "function"}, {"type": "function", "function": {"name": "a b"}}, 5]
+)
+def test_a_wrong_tool_choice_is_named_as_the_client_knows_it(choice: object) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        validated(ChatRequest, {"messages": [USER], "tool_choice": choice})
+
+    assert refusal.value.field == "tool_choice"
 
 
 async def test_what_a_body_is_does_not_hang_on_its_texts() -> None:
