@@ -38,7 +38,7 @@ class StepResult:
 
 def book_setup(replica: ReplicaState, request: RequestState, ms: float) -> None:
     """Book what it took to get a request's drafter ready."""
-    replica.ledger.book(ms, 0)
+    replica.ledger.book(plain_ms=0.0, overspend_ms=ms, tokens=0)
     request.ledger.overspend_ms += ms
 
 

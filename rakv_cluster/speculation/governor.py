@@ -3,10 +3,12 @@
 *Overspend* is time above what plain decoding would have taken for the same tokens, negative where
 drafts paid. Two ledgers, both in ms:
 
-- the replica's: no window of 1,000 tokens may lose more than ``capacity_tokens`` plain tokens'
-  time (9; with one more for what no prediction foresaw, 1%). It keeps the overspend at each token
-  of the last 1,000 that was lower than at every token since; a step may not be able to lift the
-  overspend by more than the capacity above the lowest of them.
+- the replica's: no window of 1,000 tokens may lose more than ``window_share`` of its plain time
+  (0.9%; what no prediction foresaw has the rest of 1%). It keeps the overspend at each token of the
+  last 1,000 that was lower than at every token since: a window that began at another has lost less.
+  The plain time of a window is what its tokens took so far, and for those to come what one takes
+  now, or did of late if that is less: what is lost while the machine is slow must not be more than
+  can be afforded once it is quick again.
 - each request's, against its own plain time with prefill included: what a client sees. The plain
   time of the tokens that its answer is likely to reach counts from the start (``likely_ms``; not in
   ``strict``): drafts that pay later have to be bought first.
@@ -23,6 +25,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 WINDOW_TOKENS = 1_000
+_MERGED_TOKENS = 32
+"""Lows of so many tokens are one, so that there are few: their lowest overspend at their last
+place, until the last of them is over."""
 
 
 class GovernorMode(str, Enum):
@@ -36,7 +41,7 @@ class GovernorMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class GovernorSettings:
-    """Shares are of plain time; ``capacity_tokens`` is in plain tokens' time.
+    """Shares of plain time.
 
     Of what a request may lose, decisions that lead to no drafts take no more than
     ``deciding_share`` once they are held back (:func:`idle_steps`): the rest is for drafts.
@@ -45,7 +50,7 @@ class GovernorSettings:
     """
 
     mode: GovernorMode = GovernorMode.BUCKET
-    capacity_tokens: float = 9.0
+    window_share: float = 0.009
     deciding_share: float = 0.1
     request_share: float = 0.05
     strict_share: float = 0.01
@@ -80,35 +85,71 @@ class RequestLedger:
 
 
 @dataclass(slots=True)
+class _Low:
+    """An overspend that was lower than ever since, at token ``place`` at the latest, before which
+    ``plain_ms`` had passed."""
+
+    place: int
+    plain_ms: float
+    overspend_ms: float
+
+    @property
+    def over_at(self) -> int:
+        """Token at which the windows are over that began here."""
+        return (self.place // _MERGED_TOKENS + 1) * _MERGED_TOKENS - 1 + WINDOW_TOKENS
+
+
+@dataclass(slots=True)
 class ReplicaLedger:
-    """Totals since start. ``lows`` are pairs of tokens and overspend, both ascending: where the
-    overspend of the last window was lower than ever since."""
+    """Totals since start; ``usual_ms`` of plain time per token of late. ``lows`` of the last window
+    have ascending places and overspends."""
 
     plain_ms: float = 0.0
     overspend_ms: float = 0.0
     tokens: int = 0
-    lows: deque[tuple[int, float]] = field(default_factory=deque)
+    usual_ms: float = 0.0
+    lows: deque[_Low] = field(default_factory=deque)
 
-    @property
-    def debt_ms(self) -> float:
-        """Most that any window which is not over yet has lost."""
-        return max(self.overspend_ms - self.lows[0][1], 0.0) if self.lows else 0.0
-
-    def book(self, overspend_ms: float, tokens: int) -> None:
-        """So much more was lost (negative: gained) over so many tokens."""
+    def book(self, *, plain_ms: float, overspend_ms: float, tokens: int) -> None:
+        """So many tokens took so much plain time, and so much more was lost (negative: gained)."""
         lows = self.lows
-        while lows and lows[-1][1] >= self.overspend_ms:
+        while lows and lows[-1].overspend_ms >= self.overspend_ms:
             lows.pop()
-        lows.append((self.tokens, self.overspend_ms))
+        low = _Low(self.tokens, self.plain_ms, self.overspend_ms)
+        if lows and lows[-1].over_at == low.over_at:
+            low.overspend_ms = lows.pop().overspend_ms
+        lows.append(low)
+        self.plain_ms += plain_ms
         self.overspend_ms += overspend_ms
         self.tokens += tokens
-        while lows and lows[0][0] <= self.tokens - WINDOW_TOKENS:
+        if tokens:
+            gain = tokens / min(self.tokens, WINDOW_TOKENS)
+            self.usual_ms += (plain_ms / tokens - self.usual_ms) * gain
+        while lows and lows[0].over_at <= self.tokens:
             lows.popleft()
 
-    def tokens_until(self, debt_ms: float) -> int:
-        """Plain tokens after which no window has lost more than ``debt_ms``."""
-        over = [tokens for tokens, ms in self.lows if self.overspend_ms - ms > debt_ms]
-        return over[-1] + WINDOW_TOKENS - self.tokens if over else 0
+    def left_ms(self, share: float, token_ms: float) -> float:
+        """What may be lost before some window that is not over yet has lost ``share`` of its plain
+        time, if a plain token takes ``token_ms`` now."""
+        token_ms = self._expected_ms(token_ms)
+        begun = (self._left_since(low, share, token_ms) for low in self.lows)
+        return min((share * WINDOW_TOKENS * token_ms, *begun))
+
+    def tokens_until(self, needed_ms: float, share: float, token_ms: float) -> int:
+        """Plain tokens after which so much may be lost: when the windows are over in which it may
+        not."""
+        token_ms = self._expected_ms(token_ms)
+        short = [low for low in self.lows if self._left_since(low, share, token_ms) < needed_ms]
+        return short[-1].over_at - self.tokens if short else 0
+
+    def _expected_ms(self, token_ms: float) -> float:
+        return min(token_ms, self.usual_ms) if self.tokens else token_ms
+
+    def _left_since(self, low: _Low, share: float, token_ms: float) -> float:
+        passed_ms = self.plain_ms - low.plain_ms
+        tokens_left = max(low.place + WINDOW_TOKENS - self.tokens, 0)
+        lost_ms = self.overspend_ms - low.overspend_ms
+        return share * (passed_ms + tokens_left * token_ms) - lost_ms
 
 
 def allowance_ms(
@@ -131,7 +172,7 @@ def allowance_ms(
         for ledger in requests
     ]
     if settings.mode is GovernorMode.BUCKET:
-        bounds.append(settings.capacity_tokens * base_ms / batch - replica.debt_ms)
+        bounds.append(replica.left_ms(settings.window_share, base_ms / batch))
     return min(bounds, default=math.inf)
 
 
@@ -154,8 +195,8 @@ def steps_until(
         if short_ms > settings.share * settings.counted_ms(ledger, base_ms):
             waits.append((short_ms / settings.share - ledger.plain_ms) / base_ms - 1)
     if settings.mode is GovernorMode.BUCKET:
-        capacity_ms = settings.capacity_tokens * base_ms / batch
-        waits.append(replica.tokens_until(capacity_ms - needed_ms) / batch)
+        tokens = replica.tokens_until(needed_ms, settings.window_share, base_ms / batch)
+        waits.append(tokens / batch)
     return max(waits, default=0.0)
 
 
@@ -169,8 +210,12 @@ def half_used(
     settings: GovernorSettings, replica: ReplicaLedger, *, base_ms: float, batch: int
 ) -> bool:
     """Whether more than half of what the replica may lose is lost."""
-    half_ms = settings.capacity_tokens * base_ms / batch / 2
-    return settings.mode is GovernorMode.BUCKET and replica.debt_ms > half_ms
+    token_ms = base_ms / batch
+    half_ms = settings.window_share * WINDOW_TOKENS * token_ms / 2
+    return (
+        settings.mode is GovernorMode.BUCKET
+        and replica.left_ms(settings.window_share, token_ms) < half_ms
+    )
 
 
 def charge(
@@ -184,9 +229,7 @@ def charge(
 ) -> None:
     """Book a step that took ``spent_ms`` and did the work of so many plain steps per request."""
     plain_ms = base_ms * sum(plain_steps) / len(plain_steps)
-    overspend_ms = spent_ms - plain_ms
-    replica.plain_ms += plain_ms
-    replica.book(overspend_ms, sum(plain_steps))
+    replica.book(plain_ms=plain_ms, overspend_ms=spent_ms - plain_ms, tokens=sum(plain_steps))
     for ledger, steps in zip(requests, plain_steps, strict=True):
         ledger.plain_ms += base_ms * steps
         ledger.overspend_ms += spent_ms - base_ms * steps

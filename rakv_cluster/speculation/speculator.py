@@ -227,10 +227,8 @@ class Speculator:
             steps = until(deciding_ms + asking_ms(self._settings, self.replica, plan.costs, batch))
         elif decision.reason is Reason.GOVERNED:
             needed_ms = min(each.needed_ms for each in decision.options if not each.allowed)
-            wait = until(deciding_ms + needed_ms)
-            if any(candidate.by_model for candidate in plan.candidates):
-                wait = min(wait, idle)  # the text may soon offer what costs less
-            steps = max(steps, wait)
+            # Not beyond ``idle``: the next guess may be worth its price with fewer drafts.
+            steps = max(steps, min(until(deciding_ms + needed_ms), idle))
         if not decision.reason.drafts and half_used(governor, ledger, base_ms=base_ms, batch=batch):
             steps = max(steps, idle)
         return math.ceil(min(max(steps, 0.0), _LONGEST_REST_STEPS))  # it may be never: inf

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets
-from rakv_cluster.speculation.governor import WINDOW_TOKENS, GovernorMode, GovernorSettings
+from rakv_cluster.speculation.governor import (
+    WINDOW_TOKENS,
+    GovernorMode,
+    GovernorSettings,
+    ReplicaLedger,
+)
 from rakv_cluster.testing.speculation import Guess, Script, SimulatedReplica
 
 ROWS = (1, 2, 3, 4, 8, 16, 32)
@@ -54,7 +59,7 @@ def test_bucket(extra_ms: list[float], requests: list[list[Guess]], output_token
             if tokens > WINDOW_TOKENS:
                 break
             largest_ms = max(largest_ms, step.plain_ms / len(step.emitted))
-            assert overspend_ms <= governor.capacity_tokens * largest_ms + 1e-6
+            assert overspend_ms <= governor.window_share * WINDOW_TOKENS * largest_ms + 1e-6
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,3 +109,30 @@ def test_decisions_are_reproducible(extra_ms: list[float], script: list[Guess]) 
     ]
 
     assert runs[0] == runs[1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.floats(5.0, 100.0), st.floats(-60.0, 60.0), st.integers(0, 9)),
+        min_size=1, max_size=400,
+    ),
+    st.floats(5.0, 100.0),
+)  # fmt: skip
+def test_no_window_has_less_left_than_the_ledger_says(
+    booked: list[tuple[float, float, int]], token_ms: float
+) -> None:
+    share, replica = GovernorSettings().window_share, ReplicaLedger()
+    begins = []
+    for step_ms, overspend_ms, tokens in booked:
+        begins.append((replica.tokens, replica.plain_ms, replica.overspend_ms))
+        replica.book(plain_ms=step_ms * tokens, overspend_ms=overspend_ms, tokens=tokens)
+
+    left_ms = replica.left_ms(share, token_ms)
+
+    for place, plain_ms, overspend_ms in begins:
+        to_come = place + WINDOW_TOKENS - replica.tokens
+        if to_come > 0:
+            window_ms = replica.plain_ms - plain_ms + to_come * token_ms
+            lost_ms = replica.overspend_ms - overspend_ms
+            assert left_ms <= share * window_ms - lost_ms + 1e-6

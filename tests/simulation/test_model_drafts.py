@@ -54,7 +54,7 @@ class Serving:
         """A draft takes ``draft_share`` of a plain step; the model ``knows`` which of its drafts
         are doubtful: those that are wrong, and as many that are right."""
         self.slowness = 1.0
-        self._right = right
+        self.right = right
         self._text = text
         self._chance = random.Random(1)
         self._truths: list[bool] = []
@@ -82,8 +82,8 @@ class Serving:
 
     def answer(self, tokens: int, mode: SpeculationMode = "auto") -> list[SimulatedStep]:
         """One request behind a prompt that came from the cache."""
-        wrong = 1 - self._right
-        self._truths = [self._chance.random() < self._right for _ in range(2 * tokens)]
+        wrong = 1 - self.right
+        self._truths = [self._chance.random() < self.right for _ in range(2 * tokens)]
         self._doubts = [self._chance.random() < wrong for _ in range(2 * tokens)]
         return self._replica.run(
             [self._text],
@@ -176,3 +176,22 @@ def test_what_a_model_cannot_be_paid_for_keeps_nobody_from_the_text(right: float
         steps = serving.answer(48)
 
         assert sum(step.emitted[0] > 4 for step in steps) >= 2  # of three repetitions
+
+
+@pytest.mark.parametrize("slowness", [5.0, 10.0])
+@pytest.mark.parametrize("right", [0.8, 0.9])
+def test_what_was_lost_in_slow_steps_does_not_keep_quick_ones_from_drafting(
+    right: float, slowness: float
+) -> None:
+    serving = Serving(right, 0.5, text=repeats)
+    for _ in range(20):
+        serving.answer(48)
+    before_ms = sum(spent_ms(serving.answer(48)) for _ in range(20))
+    serving.right, serving.slowness = 0.0, slowness
+    for _ in range(6):
+        serving.answer(48)
+    serving.right, serving.slowness = right, 1.0
+
+    after_ms = sum(spent_ms(serving.answer(48)) for _ in range(20))
+
+    assert after_ms <= 1.1 * before_ms  # 1.5 times without drafts

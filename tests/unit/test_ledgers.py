@@ -29,7 +29,7 @@ def allowed(
 
 def indebted(ms: float) -> ReplicaLedger:
     replica = ReplicaLedger()
-    replica.book(ms, 1)
+    replica.book(plain_ms=BASE_MS, overspend_ms=ms, tokens=1)
     return replica
 
 
@@ -93,3 +93,55 @@ def test_without_a_governor_there_is_nothing_to_wait_for() -> None:
         steps_until(settings, ReplicaLedger(), [ledger], base_ms=BASE_MS, batch=1, needed_ms=1.0)
         == 0
     )
+
+
+QUICK_TOKENS = 1_024
+
+
+def lost_in_slow_steps(tokens: int) -> ReplicaLedger:
+    """Quick tokens, then some of 100 ms that lose 3 ms each."""
+    replica = ReplicaLedger()
+    for _ in range(QUICK_TOKENS):
+        replica.book(plain_ms=BASE_MS, overspend_ms=0.0, tokens=1)
+    for _ in range(tokens):
+        replica.book(plain_ms=5 * BASE_MS, overspend_ms=3.0, tokens=1)
+    return replica
+
+
+def test_a_windows_plain_time_is_what_its_tokens_took() -> None:
+    share = GovernorSettings().window_share
+
+    left_ms = lost_in_slow_steps(100).left_ms(share, BASE_MS)
+
+    # The window that began in front of the slow ones: 100 of 100 ms, 900 of 20 ms to come.
+    exact_ms = share * (100 * 100.0 + 900 * BASE_MS) - 100 * 3.0
+    assert exact_ms < 0  # of quick tokens alone it would be 120 ms less
+    assert exact_ms - share * 32 * 80.0 <= left_ms <= exact_ms
+
+
+def test_while_steps_are_slow_no_more_is_lost_than_quick_ones_can_afford() -> None:
+    share = GovernorSettings().window_share
+    replica = lost_in_slow_steps(20)
+
+    # To come, they count as those of late: 20 ms and little more, not 100.
+    assert replica.usual_ms == pytest.approx(21.6, abs=0.1)
+    assert replica.left_ms(share, 100.0) == pytest.approx(replica.left_ms(share, replica.usual_ms))
+
+
+def test_what_was_gained_before_is_not_to_be_lost_again() -> None:
+    replica = lost_in_slow_steps(10)
+    replica.book(plain_ms=BASE_MS, overspend_ms=-5_000.0, tokens=1)
+
+    assert replica.left_ms(0.009, BASE_MS) == pytest.approx(9 * BASE_MS)
+
+
+def test_a_loss_counts_until_every_window_with_it_is_over() -> None:
+    replica = ReplicaLedger()
+    replica.book(plain_ms=BASE_MS, overspend_ms=100.0, tokens=1)
+    left = []
+    for _ in range(1_100):
+        replica.book(plain_ms=BASE_MS, overspend_ms=0.0, tokens=1)
+        left.append(replica.left_ms(0.009, BASE_MS))
+
+    assert all(ms == pytest.approx(80.0) for ms in left[:999])
+    assert left[-1] == pytest.approx(180.0)
