@@ -72,7 +72,15 @@ class CacheApi:
     All raise :class:`Unavailable` while the store's nodes cannot be reached.
     """
 
-    def __init__(self, service: Service, metrics: ServiceMetrics, admin: StoreAdmin) -> None:
+    def __init__(
+        self,
+        service: Service,
+        metrics: ServiceMetrics,
+        admin: StoreAdmin,
+        *,
+        replicas_timeout_s: float = 10.0,
+    ) -> None:
+        self._replicas_timeout_s = replicas_timeout_s
         self._service = service
         self._metrics = metrics
         self._admin = admin
@@ -171,9 +179,13 @@ class CacheApi:
         return await _answered(self._admin.stats)
 
     async def replicas(self, caller: Caller) -> Mapping[str, Figures]:
-        """Figures of every replica that answers, by its name; needs the admin scope."""
+        """Figures of the replicas by name, none if one does not answer in time; needs the admin
+        scope."""
         caller.require_admin()
-        return await self._service.backend.stats()
+        try:
+            return await asyncio.wait_for(self._service.backend.stats(), self._replicas_timeout_s)
+        except asyncio.TimeoutError:
+            return {}
 
     async def _chunks(self, request: GenerationRequest, caller: Caller) -> tuple[Chunk, ...]:
         prepared = await self._service.prepare(request, caller)

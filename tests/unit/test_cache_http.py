@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.serving.keys import KeyTable, new_key, write_table
-from rakv_cluster.telemetry import ServiceMetrics
+from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.records import tiny_record
 from rakv_cluster.testing.scripted import CARD, ScriptedBackend, scripted_service
@@ -37,15 +38,20 @@ class Served:
     """The application over a scripted backend and simulated shards."""
 
     def __init__(
-        self, settings: Settings, members: Callable[[], tuple[str, ...]] = lambda: NODES
+        self,
+        settings: Settings,
+        members: Callable[[], tuple[str, ...]] = lambda: NODES,
+        *,
+        backend: ScriptedBackend | None = None,
+        **limits: float,
     ) -> None:
-        self.backend = ScriptedBackend()
+        self.backend = backend or ScriptedBackend()
         self.shards = SimulatedShards(NODES, ManualClock(), np.random.default_rng(0))
         service = scripted_service(self.backend, settings, ManualClock())
         metrics = ServiceMetrics()
         admin = StoreAdmin(self.shards, members, ManualClock())
         app = create_app(service, metrics)
-        add_cache_routes(app, CacheApi(service, metrics, admin), settings)
+        add_cache_routes(app, CacheApi(service, metrics, admin, **limits), settings)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service")
 
@@ -155,6 +161,23 @@ async def test_operations_need_the_admin_scope(tmp_path: Path) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     assert (await served.http.get("/v1/cache/stats", headers=headers)).status_code == 403
     assert (await served.post("/v1/cache/lookup", CHAT, key)).status_code == 200
+    await served.http.aclose()
+
+
+class Silent(ScriptedBackend):
+    """Its replica never tells its figures."""
+
+    async def stats(self) -> dict[str, Figures]:
+        await asyncio.Event().wait()
+        return await super().stats()
+
+
+async def test_figures_of_a_replica_that_does_not_answer_are_not_waited_for() -> None:
+    served = Served(Settings(), backend=Silent(), replicas_timeout_s=0.01)
+
+    stats = await asyncio.wait_for(served.http.get("/v1/cache/stats"), 10)
+
+    assert (set(stats.json()["shards_by_node"]), stats.json()["replicas"]) == (set(NODES), {})
     await served.http.aclose()
 
 
