@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from rakv_cluster.errors import RakvError
+from rakv_cluster.errors import InvalidRequest, Overloaded, RakvError, Unavailable
 from rakv_cluster.logs import fields
 from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.generation import Update
@@ -16,6 +16,8 @@ from rakv_cluster.serving.service import Prepared, Service
 from rakv_cluster.telemetry import WARM_SHARE, ServiceMetrics
 
 log = logging.getLogger("rakv.requests")
+
+_REFUSALS = (InvalidRequest, Overloaded, Unavailable)
 
 
 class Run:
@@ -57,7 +59,7 @@ class Run:
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """See :meth:`Service.run`; to be used once."""
-        status = "cancelled"
+        status, refused = "cancelled", False
         totals = self.totals
         self._metrics.in_flight.inc()
         try:
@@ -72,17 +74,20 @@ class Run:
             status = "ok"
         except Exception as error:
             status = error.code if isinstance(error, RakvError) else RakvError.code
+            refused = isinstance(error, _REFUSALS) and not totals.output_tokens
             raise
         finally:
             self._metrics.in_flight.dec()
-            self._account(status)
+            self._account(status, refused=refused)
 
-    def _account(self, status: str) -> None:
-        """Count the request, which has ended so; book it; note it among the recent ones."""
+    def _account(self, status: str, *, refused: bool) -> None:
+        """Count the request, which has ended so; book it, unless it was refused before it ran;
+        note it among the recent ones."""
         totals, stats = self.totals, self.totals.stats
         output_tokens = sum(totals.output_tokens.values())
         self._metrics.requests.labels(self._endpoint, status).inc()
-        self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
+        if not refused:
+            self._service.gate.charge_tokens(self._caller, totals.prompt_tokens + output_tokens)
         self._metrics.output_tokens.inc(output_tokens)
         for source, count in totals.sources().items():
             self._metrics.prompt_tokens.labels(totals.reuse.value, source).inc(count)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from rakv_cluster.config import Settings
+from rakv_cluster.errors import Overloaded
 from rakv_cluster.serving.keys import KeyTable, TenantLimits, new_key, write_table
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
@@ -20,13 +21,18 @@ BODY = {"messages": [{"role": "user", "content": "question " * 40}], "max_tokens
 class Served:
     """A scripted service with keys of two tenants and one administrator."""
 
-    def __init__(self, folder: Path, limits: dict[str, TenantLimits] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: dict[str, TenantLimits] | None = None,
+        backend: ScriptedBackend | None = None,
+    ) -> None:
         made = {name: new_key(name, admin=name == "root") for name in ("alpha", "beta", "root")}
         self.keys = {name: key for name, (key, _) in made.items()}
         file = folder / "keys.yaml"
         write_table(file, KeyTable({e.id: e for _, e in made.values()}, limits or {}))
         self.clock = ManualClock()
-        self.backend = ScriptedBackend()
+        self.backend = backend or ScriptedBackend()
         app = scripted_app(self.backend, Settings(api_keys_file=file), self.clock)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service")
@@ -129,6 +135,23 @@ async def test_tokens_of_prompt_and_output_are_booked(tmp_path: Path) -> None:
     assert used > 60
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == used - 60 + 1  # until the stock is above 0
+
+
+async def test_what_is_refused_before_it_ran_takes_no_tokens(tmp_path: Path) -> None:
+    full = True
+
+    def answer(prompt: str) -> str:
+        if full:
+            raise Overloaded("the queue is full", retry_after_s=1.0)
+        return "answer"
+
+    limits = {"alpha": TenantLimits(tokens_per_minute=60)}
+    served = Served(tmp_path, limits, ScriptedBackend(answer))
+    refused = [await served.ask("alpha") for _ in range(2)]
+    full = False
+
+    assert [r.json()["error"]["code"] for r in refused] == ["overloaded", "overloaded"]
+    assert (await served.ask("alpha")).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
