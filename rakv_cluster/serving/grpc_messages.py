@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from rakv_cluster.engine.text import TokenBytes
-from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.errors import InvalidRequest, UnsupportedParameter
 from rakv_cluster.routing.policy import Decision, explain
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
@@ -62,6 +62,8 @@ def generation_request(message: generation.GenerateRequest) -> GenerationRequest
         "ignore_eos": message.ignore_eos,
     }
     if message.speculation:
+        if message.speculation == "trace":
+            raise UnsupportedParameter("a trace is told over HTTP alone", field="speculation")
         fields["speculation"] = message.speculation
     if message.documents_order:
         fields["documents_order"] = message.documents_order

@@ -41,6 +41,7 @@ from rakv_cluster.errors import (
     RakvError,
     Unauthenticated,
     Unavailable,
+    UnsupportedParameter,
 )
 from rakv_cluster.kv.codec import encode
 from rakv_cluster.rpc.calls import methods
@@ -231,6 +232,7 @@ def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> N
         ({"reuse": "maybe"}, InvalidRequest, "reuse"),
         ({"model": "gpt"}, ModelNotFound, "model"),
         ({"min_tokens": 9, "max_tokens": 3}, InvalidRequest, "min_tokens"),
+        ({"speculation": "trace"}, UnsupportedParameter, "speculation"),
     ],
 )
 def test_bad_input_names_the_field(
