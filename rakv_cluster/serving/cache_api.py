@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
+from rakv_cluster.chunking.keys import ROOT
 from rakv_cluster.cluster.admin import Drained, StoreAdmin
 from rakv_cluster.errors import InvalidRequest, StoreError, Unavailable
+from rakv_cluster.reuse.planner import tail_keys
 from rakv_cluster.serving.auth import Caller
 from rakv_cluster.serving.openai_format import Totals
 from rakv_cluster.serving.openai_models import GenerationRequest
@@ -22,7 +24,7 @@ from rakv_cluster.serving.run import Run
 from rakv_cluster.serving.service import STORED, Service
 from rakv_cluster.store.base import StoreStats
 from rakv_cluster.telemetry import Figures, ServiceMetrics
-from rakv_cluster.types import Chunk, ReuseMode
+from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode
 
 ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 """Fields of a request that is only about its prompt: the least there is to generate."""
@@ -139,12 +141,14 @@ class CacheApi:
         return sum((await _answered(lambda: self._admin.unpin(keys, name))).values())
 
     async def evict(self, request: GenerationRequest, caller: Caller) -> int:
-        """Remove a prompt's chunks from all disks and replicas; how many records the disks had.
+        """Remove a prompt's chunks, and what was seen behind them of its tokens, from all disks and
+        replicas; how many records the disks had.
 
         A request that runs meanwhile and has read them may store them again. Needs the admin scope.
         """
         caller.require_admin()
-        keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
+        prepared = await self._service.prepare(request, caller)
+        keys = _all_keys(prepared.choices[0].request.prompt)
         removed = await _answered(lambda: self._admin.evict(keys))
         # After the disks: what a replica has in RAM by now, it did not just load from one.
         await self._service.backend.forget(keys)
@@ -190,6 +194,15 @@ class CacheApi:
     async def _chunks(self, request: GenerationRequest, caller: Caller) -> tuple[Chunk, ...]:
         prepared = await self._service.prepare(request, caller)
         return prepared.choices[0].request.prompt.chunks
+
+
+def _all_keys(prompt: ChunkedPrompt) -> list[bytes]:
+    """Under which a request for this prompt finds KV: its chunks, and open tails behind them."""
+    keys = [chunk.prefix_key for chunk in prompt.chunks]
+    borders = [(0, ROOT), *((chunk.end, chunk.prefix_key) for chunk in prompt.chunks)]
+    for start, parent in borders:
+        keys += tail_keys(prompt.namespace, parent, prompt.token_ids[start:])
+    return keys
 
 
 def _owner(caller: Caller, owner: str) -> str:

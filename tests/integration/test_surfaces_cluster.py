@@ -89,7 +89,7 @@ def test_what_is_warmed_is_found_on_disk_pinned_and_removed(service: Service) ->
         assert root.pin("q", documents=DOCUMENTS, owner="t", ttl_s=60).pinned_chunks == chunks
         assert root.unpin("q", documents=DOCUMENTS, owner="t").ended_pins == chunks
         assert sum(s.records for s in root.stats().shards_by_node.values()) >= chunks
-        assert root.evict("q", documents=DOCUMENTS).removed_records == chunks
+        assert root.evict("q", documents=DOCUMENTS).removed_records >= chunks
         assert root.lookup("q", documents=DOCUMENTS).stored_tokens == 0
     headers = {"Authorization": f"Bearer {service.keys['root']}"}
     stats = httpx.get(f"{service.url}/v1/cache/stats", headers=headers, timeout=60).json()

@@ -122,7 +122,7 @@ def test_what_is_evicted_is_on_no_disk_and_in_no_ram(root: Surface) -> None:
     first = root.cache("evict", messages=USER, documents=given)
     again = root.cache("evict", messages=USER, documents=given)
 
-    assert len(found["chunks"]) - 1 <= first["removed_records"] <= len(found["chunks"])
+    assert first["removed_records"] >= len(found["chunks"]) - 1
     assert again["removed_records"] == 0
     assert root.cache("lookup", messages=USER, documents=given)["stored_tokens"] == 0
     computed = root.ask(**prompt)
