@@ -318,15 +318,16 @@ class CostTable:
             raise ValueError("costs were measured for other buckets")
         table._level = _positive(data["level"])
         for context, batch, value, samples, mean_context in data["bases"]:
-            column = buckets.column(context_tokens=mean_context, batch=int(batch))
+            mean = _positive(mean_context)
+            column = buckets.column(context_tokens=mean_context, batch=_count(batch))
             if column != (context, batch):
                 raise ValueError(f"{mean_context} tokens are no mean of bucket {context}")
-            table._bases[column] = Base(_positive(value), int(samples), context=float(mean_context))
-            table._seen_rows.add(buckets.rows_edge(int(batch)))
+            table._bases[column] = Base(_positive(value), _count(samples), context=mean)
+            table._seen_rows.add(buckets.rows_edge(_count(batch)))
         for context, batch, rows, value, samples in data["ratios"]:
-            ratios = table._ratios.setdefault((int(context), int(batch)), {})
-            ratios[int(rows)] = Cell(_positive(value), int(samples))
-            table._seen_rows.add(int(rows))
+            ratios = table._ratios.setdefault((_count(context), _count(batch)), {})
+            ratios[_count(rows)] = Cell(_positive(value), _count(samples))
+            table._seen_rows.add(_count(rows))
         return table
 
 
@@ -334,6 +335,12 @@ def _positive(value: float) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value} is no cost")
     return float(value)
+
+
+def _count(value: float) -> int:
+    if not 1 <= value < math.inf:
+        raise ValueError(f"{value} is no count")
+    return int(value)
 
 
 def _distance(column: Column, other: Column) -> tuple[float, float]:

@@ -206,6 +206,10 @@ def _with_base(data: dict[str, object], value: object) -> str:
         lambda data: _with_base(data, "x"),
         lambda data: json.dumps({**data, "bases": [[256, 1, 30.0, 3, 900.0]]}),
         lambda data: json.dumps({**data, "ratios": [[1, 2]]}),
+        lambda data: json.dumps({**data, "ratios": [[256, 1, 4, 1.5, -1]]}),
+        lambda data: json.dumps({**data, "bases": [[256, 1, 30.0, -1, 200.0]]}),
+        lambda data: json.dumps({**data, "bases": [[256, 1, 30.0, math.inf, 200.0]]}),
+        lambda data: json.dumps({**data, "bases": [[256, 1, 30.0, 3, math.nan]]}),
     ],
 )
 def test_a_damaged_file_is_an_empty_table(tmp_path: Path, spoil: object) -> None:
