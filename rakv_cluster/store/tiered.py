@@ -123,6 +123,8 @@ class TieredStore:
             if item.key in found
             and found[item.key].lossless
             and found[item.key].token_ids == tuple(item.token_ids)
+            # Another class's may have taken its place since it was loaded.
+            and item.numeric_class in ("", found[item.key].numeric_class)
         ]
         self._counters.add("promotions", self._memory.put(whole))
 

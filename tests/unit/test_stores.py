@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.store.memory import MemoryStore, frozen_copy
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.store.tiered import TieredStore
@@ -101,6 +102,33 @@ def test_part_of_a_tail_is_not_promoted():
 
     assert loaded.ok
     assert ram.find([record.key]) == {}
+    store.close()
+
+
+class ReplacedDisk(MemoryStore):
+    """A disk on which another record takes a key's place as soon as the first was loaded."""
+
+    def __init__(self, replacement: ChunkRecord) -> None:
+        super().__init__(1 << 20, ManualClock())
+        self._replacement = replacement
+
+    def load(self, items):
+        outcomes = super().load(items)
+        self.put([self._replacement])
+        return outcomes
+
+
+def test_what_was_loaded_is_not_promoted_as_another_classs_record():
+    theirs = replace(tiny_record(1), numeric_class="theirs")
+    ours = replace(theirs, numeric_class="ours", kv=np.bitwise_not(theirs.kv))
+    ram, disk = memory(), ReplacedDisk(ours)
+    disk.put([theirs])
+    store = TieredStore(ram, disk)
+
+    (loaded,) = store.load([replace(load_item(theirs), numeric_class="theirs")])
+
+    assert loaded.ok
+    assert not ram.load([replace(load_item(theirs), numeric_class="ours")])[0].ok
     store.close()
 
 
