@@ -15,10 +15,14 @@ TINY_NAMESPACE = hashlib.sha256(b"tiny").digest()
 
 
 def tiny_record(number: int, tokens: int = 8, layout: KvLayout = TINY_LAYOUT) -> ChunkRecord:
-    """Record ``number``: its key, token ids and KV bits are the same in every process."""
+    """Record ``number``: its key, token ids and KV bits are the same in every process.
+
+    A shorter one is the beginning of a longer one, KV included, as of a tail that grew.
+    """
     bits = np.dtype(f"u{layout.itemsize}")
+    layers, pair, heads, _, size = layout.shape(tokens)
     kv = np.random.default_rng(number).integers(
-        0, np.iinfo(bits).max, layout.shape(tokens), dtype=bits, endpoint=True
+        0, np.iinfo(bits).max, (tokens, layers, pair, heads, size), dtype=bits, endpoint=True
     )
     return ChunkRecord(
         key=hashlib.sha256(b"tiny record %d" % number).digest(),
@@ -26,7 +30,7 @@ def tiny_record(number: int, tokens: int = 8, layout: KvLayout = TINY_LAYOUT) ->
         token_ids=tuple(range(number, number + tokens)),
         start=0,
         layout=layout,
-        kv=kv,
+        kv=np.ascontiguousarray(np.moveaxis(kv, 0, 3)),
         cost_ms=1.0,
         numeric_class="test",
         created_s=0.0,
