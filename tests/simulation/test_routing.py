@@ -167,12 +167,13 @@ def test_reports_late_or_lost_cost_speed_only(delay_s: float, loss: float) -> No
 
 
 def test_a_slow_disk_loses_its_work_to_others() -> None:
-    disk = Hardware(disk_ms=0.005, remote_ms=0.02, ram_tokens=4096)  # next to no RAM tier
+    # No document fits into RAM: what is there does not need the disk.
+    disk = Hardware(disk_ms=0.005, remote_ms=0.02, ram_tokens=256)
     load = DocumentLoad(rate_per_s=8.0, requests=600, documents=30)
     slow = SlowDisk(at_ms=20_000, node=0, factor=100.0)
     outcomes = run(ClusterSettings(replicas=4, hardware=(disk,), slow_disks=(slow,)), load)
     after = Counter(o.worker for o in outcomes if o.arrived_ms > 25_000)
-    assert after["w0"] < 0.5 * after.total() / 4
+    assert after["w0"] < 0.25 * after.total() / 4
 
 
 def test_faster_hardware_gets_more_work() -> None:
