@@ -24,12 +24,13 @@ DRAFT_MS_GAIN_DOWN = 0.1
 class StepResult:
     """What a step turned out to take and bring; ``plain_steps`` per candidate, in order.
 
-    ``draft_ms`` of guessing is 0 where the drafters were not asked; ``control_ms`` holds it and
-    what deciding and learning took beside it. Behind a ``surprising`` time the next step is plain,
-    to tell what changed.
+    ``making_ms`` is what a model's drafts took. ``draft_ms`` of guessing is 0 where the drafters
+    were not asked; ``control_ms`` holds it and what deciding and learning took beside it. Behind a
+    ``surprising`` time the next step is plain, to tell what changed.
     """
 
     forward_ms: float
+    making_ms: float
     draft_ms: float
     control_ms: float
     plain_steps: tuple[int, ...]
@@ -72,7 +73,8 @@ def settle(
         return
     spent_ms = decision.base_ms
     if drafting:
-        spent_ms = min(result.forward_ms, settings.stall_factor * decision.predicted_ms)
+        took_ms = result.making_ms + result.forward_ms
+        spent_ms = min(took_ms, settings.stall_factor * decision.predicted_ms)
     charge(
         settings.governor,
         replica.ledger,

@@ -3,12 +3,10 @@
 *Overspend* is time above what plain decoding would have taken for the same tokens, negative where
 drafts paid. Two ledgers, both in ms:
 
-- the replica's: no window of 1,000 tokens may lose more than ``window_share`` of its plain time
-  (0.9%; what no prediction foresaw has the rest of 1%). It keeps the overspend at each token of the
-  last 1,000 that was lower than at every token since: a window that began at another has lost less.
-  The plain time of a window is what its tokens took so far, and for those to come what one takes
-  now, or did of late if that is less: what is lost while the machine is slow must not be more than
-  can be afforded once it is quick again.
+- the replica's: no window of 1,000 tokens may lose more than :data:`WINDOW_SHARE` of its plain time
+  (0.9%; what no prediction foresaw has the rest of 1%). That is what its tokens took so far, and
+  for those to come what the quickest of the last 1,000 took: what is lost while the machine is
+  slow must not be more than can be afforded once it is quick again.
 - each request's, against its own plain time with prefill included: what a client sees. The plain
   time of the tokens that its answer is likely to reach counts from the start (``likely_ms``; not in
   ``strict``): drafts that pay later have to be bought first.
@@ -25,9 +23,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 WINDOW_TOKENS = 1_000
-_MERGED_TOKENS = 32
-"""Lows of so many tokens are one, so that there are few: their lowest overspend at their last
-place, until the last of them is over."""
+WINDOW_SHARE = 0.009
+_STARTS_TOKENS = 32
+"""Windows that begin within so many tokens are one, on the safe side, so that there are few."""
 
 
 class GovernorMode(str, Enum):
@@ -50,7 +48,6 @@ class GovernorSettings:
     """
 
     mode: GovernorMode = GovernorMode.BUCKET
-    window_share: float = 0.009
     deciding_share: float = 0.1
     request_share: float = 0.05
     strict_share: float = 0.01
@@ -85,71 +82,69 @@ class RequestLedger:
 
 
 @dataclass(slots=True)
-class _Low:
-    """An overspend that was lower than ever since, at token ``place`` at the latest, before which
-    ``plain_ms`` had passed."""
+class _Starts:
+    """Windows that began within the same few tokens, ``first`` being the first of them: what had
+    been lost beyond the share, where that was least, and the quickest token's plain time."""
 
-    place: int
-    plain_ms: float
-    overspend_ms: float
+    first: int
+    least_ms: float
+    quickest_ms: float = math.inf
 
     @property
     def over_at(self) -> int:
-        """Token at which the windows are over that began here."""
-        return (self.place // _MERGED_TOKENS + 1) * _MERGED_TOKENS - 1 + WINDOW_TOKENS
+        """Token at which the last of them is over."""
+        return (self.first // _STARTS_TOKENS + 1) * _STARTS_TOKENS - 1 + WINDOW_TOKENS
 
 
 @dataclass(slots=True)
 class ReplicaLedger:
-    """Totals since start; ``usual_ms`` of plain time per token of late. ``lows`` of the last window
-    have ascending places and overspends."""
+    """Totals since start, and the ``starts`` of the windows that are not over yet."""
 
     plain_ms: float = 0.0
     overspend_ms: float = 0.0
     tokens: int = 0
-    usual_ms: float = 0.0
-    lows: deque[_Low] = field(default_factory=deque)
+    starts: deque[_Starts] = field(default_factory=deque)
+
+    @property
+    def _beyond_ms(self) -> float:
+        """What was lost beyond the share since the beginning."""
+        return self.overspend_ms - WINDOW_SHARE * self.plain_ms
 
     def book(self, *, plain_ms: float, overspend_ms: float, tokens: int) -> None:
         """So many tokens took so much plain time, and so much more was lost (negative: gained)."""
-        lows = self.lows
-        while lows and lows[-1].overspend_ms >= self.overspend_ms:
-            lows.pop()
-        low = _Low(self.tokens, self.plain_ms, self.overspend_ms)
-        if lows and lows[-1].over_at == low.over_at:
-            low.overspend_ms = lows.pop().overspend_ms
-        lows.append(low)
+        starts, now = self.starts, _Starts(self.tokens, self._beyond_ms)
+        if starts and starts[-1].over_at == now.over_at:
+            starts[-1].least_ms = min(starts[-1].least_ms, now.least_ms)
+        else:
+            starts.append(now)
         self.plain_ms += plain_ms
         self.overspend_ms += overspend_ms
         self.tokens += tokens
         if tokens:
-            gain = tokens / min(self.tokens, WINDOW_TOKENS)
-            self.usual_ms += (plain_ms / tokens - self.usual_ms) * gain
-        while lows and lows[0].over_at <= self.tokens:
-            lows.popleft()
+            starts[-1].quickest_ms = min(starts[-1].quickest_ms, plain_ms / tokens)
+        while starts[0].over_at <= self.tokens:
+            starts.popleft()
 
-    def left_ms(self, share: float, token_ms: float) -> float:
-        """What may be lost before some window that is not over yet has lost ``share`` of its plain
-        time, if a plain token takes ``token_ms`` now."""
-        token_ms = self._expected_ms(token_ms)
-        begun = (self._left_since(low, share, token_ms) for low in self.lows)
-        return min((share * WINDOW_TOKENS * token_ms, *begun))
+    def left_ms(self, token_ms: float) -> float:
+        """What may be lost before some window that is not over yet has lost its share, if a plain
+        token takes ``token_ms`` now."""
+        token_ms = self._to_come_ms(token_ms)
+        begun = (self._left_since(start, token_ms) for start in self.starts)
+        return min((WINDOW_SHARE * WINDOW_TOKENS * token_ms, *begun))
 
-    def tokens_until(self, needed_ms: float, share: float, token_ms: float) -> int:
+    def tokens_until(self, needed_ms: float, token_ms: float) -> int:
         """Plain tokens after which so much may be lost: when the windows are over in which it may
         not."""
-        token_ms = self._expected_ms(token_ms)
-        short = [low for low in self.lows if self._left_since(low, share, token_ms) < needed_ms]
+        token_ms = self._to_come_ms(token_ms)
+        short = [start for start in self.starts if self._left_since(start, token_ms) < needed_ms]
         return short[-1].over_at - self.tokens if short else 0
 
-    def _expected_ms(self, token_ms: float) -> float:
-        return min(token_ms, self.usual_ms) if self.tokens else token_ms
+    def _to_come_ms(self, token_ms: float) -> float:
+        return min((token_ms, *(start.quickest_ms for start in self.starts)))
 
-    def _left_since(self, low: _Low, share: float, token_ms: float) -> float:
-        passed_ms = self.plain_ms - low.plain_ms
-        tokens_left = max(low.place + WINDOW_TOKENS - self.tokens, 0)
-        lost_ms = self.overspend_ms - low.overspend_ms
-        return share * (passed_ms + tokens_left * token_ms) - lost_ms
+    def _left_since(self, start: _Starts, token_ms: float) -> float:
+        to_come = max(start.first + WINDOW_TOKENS - self.tokens, 0)
+        return WINDOW_SHARE * to_come * token_ms - (self._beyond_ms - start.least_ms)
 
 
 def allowance_ms(
@@ -172,7 +167,7 @@ def allowance_ms(
         for ledger in requests
     ]
     if settings.mode is GovernorMode.BUCKET:
-        bounds.append(replica.left_ms(settings.window_share, base_ms / batch))
+        bounds.append(replica.left_ms(base_ms / batch))
     return min(bounds, default=math.inf)
 
 
@@ -195,7 +190,7 @@ def steps_until(
         if short_ms > settings.share * settings.counted_ms(ledger, base_ms):
             waits.append((short_ms / settings.share - ledger.plain_ms) / base_ms - 1)
     if settings.mode is GovernorMode.BUCKET:
-        tokens = replica.tokens_until(needed_ms, settings.window_share, base_ms / batch)
+        tokens = replica.tokens_until(needed_ms, base_ms / batch)
         waits.append(tokens / batch)
     return max(waits, default=0.0)
 
@@ -211,11 +206,8 @@ def half_used(
 ) -> bool:
     """Whether more than half of what the replica may lose is lost."""
     token_ms = base_ms / batch
-    half_ms = settings.window_share * WINDOW_TOKENS * token_ms / 2
-    return (
-        settings.mode is GovernorMode.BUCKET
-        and replica.left_ms(settings.window_share, token_ms) < half_ms
-    )
+    half_ms = WINDOW_SHARE * WINDOW_TOKENS * token_ms / 2
+    return settings.mode is GovernorMode.BUCKET and replica.left_ms(token_ms) < half_ms
 
 
 def charge(

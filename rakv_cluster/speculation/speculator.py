@@ -53,8 +53,8 @@ class StepPlan:
     """Drafts per sequence for the next step, and why.
 
     ``guesses`` are what the drafts were taken from; ``passed_over`` what the text offered where a
-    model was asked. ``control_ms`` holds all that planning took: ``draft_ms`` of guessing (0 where
-    nobody was ``asked``) and ``making_ms`` of a model's drafts, which this decision was for.
+    model was asked. ``making_ms`` is what a model's drafts took, ``control_ms`` all else that
+    planning did: ``draft_ms`` of guessing too (0 where nobody was ``asked``).
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -187,7 +187,7 @@ class Speculator:
         )
         decision = decision.as_made([len(each) for each in drafts])
         # What settling the last step took is this one's to pay: it was not known before.
-        control_ms = (self._clock.monotonic_s() - started_s) * 1e3 + self._settle_ms
+        planned_ms = (self._clock.monotonic_s() - started_s) * 1e3
         return StepPlan(
             drafts=drafts,
             decision=decision,
@@ -203,7 +203,7 @@ class Speculator:
             asked=any(asked),
             draft_ms=draft_ms,
             making_ms=making_ms,
-            control_ms=control_ms,
+            control_ms=planned_ms - making_ms + self._settle_ms,
         )
 
     def _rest_after(self, plan: StepPlan) -> int:
@@ -220,7 +220,7 @@ class Speculator:
                 governor, ledger, requests, base_ms=base_ms, batch=batch, needed_ms=needed_ms
             )
 
-        deciding_ms = plan.control_ms - plan.making_ms
+        deciding_ms = plan.control_ms
         idle = idle_steps(governor, base_ms=base_ms, deciding_ms=deciding_ms)
         steps = until(deciding_ms)
         if not plan.asked:
@@ -268,6 +268,7 @@ class Speculator:
         self.table.observe(CostSample(rows, plan.context_tokens, batch, forward_ms))
         result = StepResult(
             forward_ms=forward_ms,
+            making_ms=plan.making_ms,
             draft_ms=plan.draft_ms,
             control_ms=plan.control_ms,
             plain_steps=tuple(verdict.plain_steps for verdict in verdicts),
@@ -322,7 +323,7 @@ class Speculator:
                         base_ms=_finite(decision.base_ms),
                         predicted_ms=_finite(decision.predicted_ms),
                         measured_ms=forward_ms,
-                        control_ms=plan.control_ms,
+                        control_ms=plan.making_ms + plan.control_ms,
                     )
                 )
 

@@ -244,7 +244,7 @@ class SimulatedReplica:
         self.speculator.settle(plan, verdicts, forward_ms=forward_ms)
         return SimulatedStep(
             reason=plan.decision.reason,
-            ms=forward_ms + plan.control_ms,
+            ms=forward_ms + plan.making_ms + plan.control_ms,
             plain_ms=plain_ms,
             emitted=tuple(verdict.emitted for verdict in verdicts),
         )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets
 from rakv_cluster.speculation.governor import (
+    WINDOW_SHARE,
     WINDOW_TOKENS,
     GovernorMode,
     GovernorSettings,
@@ -45,7 +46,6 @@ def simulated(mode: GovernorMode, extra_ms: list[float]) -> SimulatedReplica:
 @given(costs, st.lists(scripts, min_size=1, max_size=4), st.integers(1, 300))
 def test_bucket(extra_ms: list[float], requests: list[list[Guess]], output_tokens: int) -> None:
     """No window of 1,000 tokens loses more than a capacity's worth of tokens."""
-    governor = GovernorSettings()
     subject = simulated(GovernorMode.BUCKET, extra_ms)
 
     steps = subject.run([repeated(script) for script in requests], output_tokens=output_tokens)
@@ -59,7 +59,7 @@ def test_bucket(extra_ms: list[float], requests: list[list[Guess]], output_token
             if tokens > WINDOW_TOKENS:
                 break
             largest_ms = max(largest_ms, step.plain_ms / len(step.emitted))
-            assert overspend_ms <= governor.window_share * WINDOW_TOKENS * largest_ms + 1e-6
+            assert overspend_ms <= WINDOW_SHARE * WINDOW_TOKENS * largest_ms + 1e-6
 
 
 @settings(deadline=None, max_examples=60)
@@ -122,17 +122,17 @@ def test_decisions_are_reproducible(extra_ms: list[float], script: list[Guess]) 
 def test_no_window_has_less_left_than_the_ledger_says(
     booked: list[tuple[float, float, int]], token_ms: float
 ) -> None:
-    share, replica = GovernorSettings().window_share, ReplicaLedger()
+    replica = ReplicaLedger()
     begins = []
     for step_ms, overspend_ms, tokens in booked:
         begins.append((replica.tokens, replica.plain_ms, replica.overspend_ms))
         replica.book(plain_ms=step_ms * tokens, overspend_ms=overspend_ms, tokens=tokens)
 
-    left_ms = replica.left_ms(share, token_ms)
+    left_ms = replica.left_ms(token_ms)
 
     for place, plain_ms, overspend_ms in begins:
         to_come = place + WINDOW_TOKENS - replica.tokens
         if to_come > 0:
             window_ms = replica.plain_ms - plain_ms + to_come * token_ms
             lost_ms = replica.overspend_ms - overspend_ms
-            assert left_ms <= share * window_ms - lost_ms + 1e-6
+            assert left_ms <= WINDOW_SHARE * window_ms - lost_ms + 1e-6

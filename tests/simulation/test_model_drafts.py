@@ -54,14 +54,15 @@ class Serving:
         """A draft takes ``draft_share`` of a plain step; the model ``knows`` which of its drafts
         are doubtful: those that are wrong, and as many that are right."""
         self.slowness = 1.0
+        self.stall_s = 0.0
         self.right = right
         self._text = text
         self._chance = random.Random(1)
         self._truths: list[bool] = []
         self._doubts: list[bool] = []
-        clock = ManualClock()
+        self._clock = clock = ManualClock()
         model = ScriptedModel(
-            lambda position: self._truths[position],
+            self._is_right,
             clock,
             round_ms=draft_share * PLAIN_MS,
             confidence=self._confidence if knows else None,
@@ -73,6 +74,12 @@ class Serving:
             draft_model=model,
         )
         self._replica.seed_costs()
+
+    def _is_right(self, position: int) -> bool:
+        """Asked while the model drafts, which may stall once."""
+        self._clock.advance(self.stall_s)
+        self.stall_s = 0.0
+        return self._truths[position]
 
     def _confidence(self, position: int) -> float:
         return 0.25 if not self._truths[position] or self._doubts[position] else 0.95
@@ -195,3 +202,17 @@ def test_what_was_lost_in_slow_steps_does_not_keep_quick_ones_from_drafting(
     after_ms = sum(spent_ms(serving.answer(48)) for _ in range(20))
 
     assert after_ms <= 1.1 * before_ms  # 1.5 times without drafts
+
+
+def test_a_stall_while_a_model_drafts_does_not_end_drafting() -> None:
+    serving, undisturbed = Serving(0.9, 0.4), Serving(0.9, 0.4)
+    for subject in (serving, undisturbed):
+        for _ in range(WARM_REQUESTS):
+            subject.answer(48)
+    serving.stall_s = 2.0
+    for subject in (serving, undisturbed):
+        subject.answer(48)
+
+    after_ms = sum(spent_ms(serving.answer(48)) for _ in range(20))
+
+    assert after_ms <= 1.02 * sum(spent_ms(undisturbed.answer(48)) for _ in range(20))

@@ -139,7 +139,7 @@ def test_a_plain_step_is_taken_now_and_then_to_keep_its_cost_fresh() -> None:
     for _ in range(8):
         decision = choose(settings, replica, candidates, CHEAP)
         reasons.append(decision.reason)
-        settle(settings, replica, candidates, decision, StepResult(30.0, 0.0, 0.0, (1,)))
+        settle(settings, replica, candidates, decision, StepResult(30.0, 0.0, 0.0, 0.0, (1,)))
 
     assert reasons == [*[Reason.DRAFTED] * 3, Reason.BASELINE, *[Reason.DRAFTED] * 3,
                        Reason.BASELINE]  # fmt: skip
@@ -159,7 +159,7 @@ def test_a_stall_is_not_booked_as_the_price_of_drafting() -> None:
     candidates = [Candidate(request(replica, hit_rate=1.0), 1, 8)]
     decision = choose(settings, replica, candidates, CHEAP)
 
-    settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, 0.0, (1,)))
+    settle(settings, replica, candidates, decision, StepResult(60_000.0, 0.0, 0.0, 0.0, (1,)))
 
     assert replica.ledger.overspend_ms == pytest.approx(1.5 * 30.5 - 30.0)
 
@@ -256,7 +256,7 @@ def test_text_drafts_do_not_put_off_a_models_probe() -> None:
         (by_model(request(replica, hit_rate=1.0), 0.1), 0),
     ):
         decision = choose(settings, replica, [candidate], CHEAP)
-        settle(settings, replica, [candidate], decision, StepResult(30.0, 0.0, 0.0, (1,)))
+        settle(settings, replica, [candidate], decision, StepResult(30.0, 0.0, 0.0, 0.0, (1,)))
 
         assert decision.reason is Reason.DRAFTED
         assert replica.unprobed_steps == unprobed
