@@ -134,12 +134,12 @@ class Scores:
 def crowding(fleet: Fleet, demand: int) -> float:
     """How many others a millisecond of work holds up, less those whom it serves as well.
 
-    It holds up the requests open beside it, and about as many that come while they run; at most
+    It holds up the requests open beside it, each once (docs/adr/0097); at most
     :data:`MAX_CROWDING`, whatever replicas say. ``demand`` other open requests want the same KV:
     work that brings it to one more replica is theirs too.
     """
     beside = float(fleet.open_requests.sum()) / max(len(fleet.open_requests), 1)
-    return max(min(2.0 * beside, MAX_CROWDING) - demand, 0.0)
+    return max(min(beside, MAX_CROWDING) - demand, 0.0)
 
 
 def score(

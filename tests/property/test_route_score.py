@@ -143,12 +143,33 @@ def test_crowding_prices_work_by_those_it_holds_up_less_those_it_serves(
     scores = score(work, reach, known, crowding=price)
 
     assert 0 <= price <= MAX_CROWDING
+    assert crowding(known, 0) == known.open_requests.mean()
     assert price == crowding(known, demand + 1) + 1 or price <= 1
     own = score(work, reach, known)
     assert np.array_equal(scores.total_ms, own.total_ms)
     work_ms = scores.load_ms + scores.prefill_ms
     assert scores.crowding_ms == pytest.approx(price * work_ms + known.recurring_ms)
     assert scores.cost_ms == pytest.approx(own.total_ms + scores.crowding_ms)
+
+
+@pytest.mark.parametrize(("backlog_ms", "chosen"), [(1690.0, {0}), (1710.0, {1, 2})])
+def test_a_session_moves_where_it_waits_longer_than_loading_it_holds_up_others(
+    backlog_ms: float, chosen: set[int]
+) -> None:
+    """100 ms of loading are 100 of its own and 1,600 of the 16 open beside it (ADR 0097)."""
+    rng = np.random.default_rng(0)
+    known = fleet(
+        3, rng, recurring_ms=0.0, open_requests=16.0, slots=64.0, prefill_ms=0.1,
+        prefill_slope_ms=0.0, ram_ms=0.0, remote_ms=0.05, chunk_ms=0.0, token_ms=20.0,
+        token_ms_slope=0.0,
+    )  # fmt: skip
+    known = replace(known, backlog_ms=np.asarray([backlog_ms, 0.0, 0.0]))
+    reach = np.asarray([[Reach.RAM], [Reach.REMOTE], [Reach.REMOTE]], dtype=np.uint8)
+
+    scores = score(Work(2020, np.asarray([2000]), 50.0), reach, known, crowding=crowding(known, 0))
+
+    choice = choose(scores, np.arange(3), ChoiceSettings(exploration=0.0), rng)
+    assert choice.order[0] in chosen
 
 
 def test_nothing_is_priced_without_load() -> None:
