@@ -222,13 +222,14 @@ class Speculator:
 
         deciding_ms = plan.control_ms
         idle = idle_steps(governor, base_ms=base_ms, deciding_ms=deciding_ms)
-        steps = until(deciding_ms)
+        needed_ms = deciding_ms
         if not plan.asked:
-            steps = until(deciding_ms + asking_ms(self._settings, self.replica, plan.costs, batch))
-        elif decision.reason is Reason.GOVERNED:
-            needed_ms = min(each.needed_ms for each in decision.options if not each.allowed)
+            needed_ms += asking_ms(self._settings, self.replica, plan.costs, batch)
+        steps = until(needed_ms)
+        if plan.asked and decision.reason is Reason.GOVERNED:
+            needed_ms += min(each.needed_ms for each in decision.options if not each.allowed)
             # Not beyond ``idle``: the next guess may be worth its price with fewer drafts.
-            steps = max(steps, min(until(deciding_ms + needed_ms), idle))
+            steps = max(steps, min(until(needed_ms), idle))
         if not decision.reason.drafts and half_used(governor, ledger, base_ms=base_ms, batch=batch):
             steps = max(steps, idle)
         return math.ceil(min(max(steps, 0.0), _LONGEST_REST_STEPS))  # it may be never: inf
