@@ -75,6 +75,7 @@ def test_without_an_endpoint_nothing_is_traced() -> None:
 
 def test_an_endpoint_that_does_not_answer_costs_requests_nothing() -> None:
     tracer = open_tracer("http://127.0.0.1:9/v1/traces", "rakv")
+    assert tracer is not NO_TRACES
     line = RequestLine("r", 100.0, "chat", "ok", "exact", {}, 0, {}, 0, 0.0, 50.0, False)
 
     tracer.ended(line, RequestStats(), "")
