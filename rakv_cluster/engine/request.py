@@ -21,8 +21,10 @@ class EngineRequest:
     """One sequence to generate (``n`` choices are ``n`` requests with other ``choice_index``).
 
     ``stop_token_ids`` end generation and are not part of the text (empty under ``ignore_eos``);
-    stop *strings* are the ingress's business, which cancels. ``forced_ids`` were already sent to
-    the client by a replica that died: they are prefilled as output, not emitted again.
+    stop *strings* are the ingress's business, which cancels: where there are any it asks for a
+    ``running_account``, that is ``stats`` with every event, as none it reads need be the last.
+    ``forced_ids`` were already sent to the client by a replica that died: they are prefilled as
+    output, not emitted again.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
     ``blend`` counts under ``ReuseMode.BLEND`` only.
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
@@ -47,6 +49,7 @@ class EngineRequest:
     speculation: SpeculationMode = "auto"
     grammar: str = ""
     trace_id: str = ""
+    running_account: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,8 @@ class RequestStats:
     Durations are on the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the
     store, ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
     ``blocks`` are the steps behind the first token by drafts and acceptance; ``trace`` is each of
-    them that could have drafted, where the request asked for it. ``text_drafts`` were found in the
-    text so far, ``model_drafts`` made by a draft model.
+    them that could have drafted, where the request asked for it; only with the last event.
+    ``text_drafts`` were found in the text so far, ``model_drafts`` made by a draft model.
     """
 
     prompt_tokens: int = 0
@@ -140,8 +143,9 @@ class RequestStats:
 class EngineEvent:
     """New tokens of one request, at most one event per step.
 
-    ``finish`` is set on a request's last event, and ``stats`` on its first and last. A stop token
-    that ended the request is not in ``token_ids``; ``stop_token_id`` carries it (-1 if none).
+    ``finish`` is set on a request's last event, and ``stats`` on its first and last, or on all if
+    the request asked for that. A stop token that ended the request is not in ``token_ids``;
+    ``stop_token_id`` carries it (-1 if none).
     """
 
     request_id: str

@@ -264,8 +264,8 @@ class Sequence:
         """Prompt tokens reused from a disk, this node's or another's."""
         return sum(tokens for tier, tokens in self.reused.items() if tier is not Tier.RAM)
 
-    def stats(self, now_s: float) -> RequestStats:
-        """Accounting as of ``now_s``."""
+    def stats(self, now_s: float, *, last: bool) -> RequestStats:
+        """Accounting as of ``now_s``; with the steps' trace if it is the ``last``."""
         ram, disk = self.reused.get(Tier.RAM, 0), self.disk_tokens
         queued_until = self.admitted_s if self.admitted_s >= 0 else now_s
         forward = self.first_forward_s
@@ -292,7 +292,7 @@ class Sequence:
                 VerifiedBlocks(drafted, accepted, steps)
                 for (drafted, accepted), steps in sorted(self.blocks.items())
             ),
-            trace=tuple(speculation.trace) if speculation is not None else (),
+            trace=tuple(speculation.trace) if speculation is not None and last else (),
             text_drafts=speculation.text_drafts if speculation is not None else 0,
             model_drafts=speculation.model_drafts if speculation is not None else 0,
         )

@@ -55,7 +55,8 @@ class Update:
     """A choice's next piece; ``finish_reason`` is ``stop`` or ``length`` on its last one.
     ``calls`` are empty but behind :func:`~rakv_cluster.serving.tool_calls.split_calls`.
 
-    ``output_tokens`` counts the tokens so far. ``stats`` is the engine's account, once known.
+    ``output_tokens`` counts the tokens so far. ``stats`` is the engine's latest account; where a
+    stop string ended the text, tokens behind it may be in it.
     """
 
     index: int

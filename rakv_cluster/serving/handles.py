@@ -27,12 +27,10 @@ from rakv_cluster.routing.policy import Decision
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.hedging import HedgePolicy, hedged
 from rakv_cluster.telemetry import Figures, ServiceMetrics
-from rakv_cluster.types import FinishReason
 
 log = logging.getLogger(__name__)
 
 _FORGET_TIMEOUT_S = 10.0
-_NATURAL_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 def nowhere(keys: Sequence[bytes]) -> Holders:
@@ -43,9 +41,9 @@ def nowhere(keys: Sequence[bytes]) -> Holders:
 class HandleBackend:
     """A :class:`~rakv_cluster.serving.backend.Backend` over the Worker deployment.
 
-    ``holders`` says which nodes hold keys on disk; with it and the lengths of former answers the
-    router of the handle decides (:mod:`rakv_cluster.routing`). What is late is dispatched again
-    as ``hedging`` says, to another replica.
+    ``holders`` says which nodes hold keys on disk; with it and the ``lengths`` of former answers,
+    learned where these end, the router of the handle decides (:mod:`rakv_cluster.routing`). What
+    is late is dispatched again as ``hedging`` says, to another replica.
     """
 
     def __init__(
@@ -54,6 +52,8 @@ class HandleBackend:
         metrics: ServiceMetrics,
         clock: Clock,
         hedging: HedgePolicy,
+        *,
+        lengths: OutputLengths,
         holders: Callable[[Sequence[bytes]], Holders] = nowhere,
     ) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class HandleBackend:
         self._generate = worker.options(method_name="generate", stream=True)
         self._metrics = metrics
         self._holders = holders
-        self._lengths = OutputLengths()
+        self._lengths = lengths
 
     async def describe(self) -> ModelCard:
         with _translated():
@@ -104,9 +104,6 @@ class HandleBackend:
                 if not spoken:
                     self._hedging.observe(self._clock.monotonic_s() - started_s)
                     spoken = True
-                if event.finish in _NATURAL_ENDS and event.stats is not None:
-                    tokens = event.stats.output_tokens
-                    self._lengths.observe(request.endpoint, request.tenant, tokens)
                 yield event
 
     async def _attempt(

@@ -19,6 +19,7 @@ from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
 from rakv_cluster.routing.directory_follower import follow_directory
 from rakv_cluster.routing.locations import Holders
+from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.serving.admin_api import add_cache_routes
 from rakv_cluster.serving.audit import AuditedBackend
 from rakv_cluster.serving.backend import Failover
@@ -51,8 +52,14 @@ class Ingress:
         clock = SystemClock()
         self._metrics = ServiceMetrics(serve.get_replica_context().replica_id.unique_id)
         holders = await asyncio.to_thread(_follow_directory, settings, clock)
+        lengths = OutputLengths()
         self._replicas = HandleBackend(
-            worker, self._metrics, clock, HedgePolicy(settings.hedge_share), holders
+            worker,
+            self._metrics,
+            clock,
+            HedgePolicy(settings.hedge_share),
+            lengths=lengths,
+            holders=holders,
         )
         failover = Failover(self._replicas, clock, self._metrics)
         backend = AuditedBackend(failover, self._metrics)
@@ -73,6 +80,7 @@ class Ingress:
             documents=_shared_documents(settings),
             tracer=open_tracer(settings.otlp_endpoint, "rakv"),
             on_disk=lambda key: bool(holders([key])),
+            ended=lengths.observe,
         )
         self._cache = CacheApi(self._service, self._metrics, open_admin(settings, clock))
         self._grpc: list[GrpcServer] = []

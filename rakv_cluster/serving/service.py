@@ -85,9 +85,11 @@ class Service:
         documents: Callable[[int], Documents] = DocumentsHere,
         on_disk: Callable[[bytes], bool] = lambda _: False,
         tracer: Tracer = NO_TRACES,
+        ended: Callable[[str, str, int], None] = lambda endpoint, tenant, output_tokens: None,
     ) -> None:
         """``documents`` makes the registry, of a budget in bytes for each tenant. ``on_disk`` says
-        whether some node's disk is known to hold the KV under a key."""
+        whether some node's disk is known to hold the KV under a key. ``ended`` hears of each choice
+        that came to its end: endpoint, tenant, tokens."""
         self.settings = settings
         self.backend = backend
         self.card = card
@@ -101,6 +103,7 @@ class Service:
         self._seeds = seeds
         self._limits = ChunkLimits(settings.chunk_min_tokens, settings.chunk_max_tokens)
         self._seen = SeenPrefixes(on_disk)
+        self._ended = ended
         self.token_bytes = renderer.token_bytes
 
     @property
@@ -149,6 +152,7 @@ class Service:
                     speculation=request.speculation or self.settings.default_speculation,
                     grammar=grammar,
                     trace_id=REQUEST_ID.get(),
+                    running_account=bool(request.stop),
                 ),
                 tuple(request.stop),
             )
@@ -195,6 +199,9 @@ class Service:
                     prompt = prepared.choices[0].request.prompt
                     self._seen.add([chunk.prefix_key for chunk in prompt.chunks])
                     computed = True
+                if update.finish_reason:
+                    asked = prepared.choices[update.index].request
+                    self._ended(asked.endpoint, asked.tenant, update.output_tokens)
                 yield update
 
     def _reuse(self, request: GenerationRequest) -> ReuseMode:

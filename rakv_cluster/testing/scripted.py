@@ -122,6 +122,7 @@ def scripted_service(
     *,
     tracer: Tracer = NO_TRACES,
     chat_template: str = CHAT_TEMPLATE,
+    ended: Callable[[str, str, int], None] = lambda endpoint, tenant, output_tokens: None,
 ) -> Service:
     """The ingress's service in front of ``backend``."""
     tokenizer = tiny_tokenizer(chat_template)
@@ -134,6 +135,7 @@ def scripted_service(
         clock=clock,
         seeds=Random(0),
         tracer=tracer,
+        ended=ended,
     )
 
 

@@ -114,6 +114,18 @@ def test_a_stop_string_ends_the_text_before_it_and_is_never_streamed(http: httpx
     assert events[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
 
 
+def test_what_a_stop_string_ends_is_accounted_for_up_to_there(http: httpx.Client) -> None:
+    stop = text_of(ask(http))[8:11]
+
+    answer = ask(http, stop=stop)
+
+    account = answer["rakv"]
+    assert account["timings_ms"]["decode"] > 0
+    steps = sum(account["speculation"]["steps_by_drafts"].values())
+    taken = steps + account["speculation"]["accepted_tokens"] + 1
+    assert answer["usage"]["completion_tokens"] <= taken <= 24
+
+
 def test_a_stopped_stream_shows_log_probabilities_of_its_text_only(http: httpx.Client) -> None:
     whole = text_of(ask(http))
     stop = whole[8:11]

@@ -55,6 +55,28 @@ async def test_a_defect_is_counted_as_one(n: int) -> None:
     assert counted in metrics.render().decode()
 
 
+async def test_the_length_of_an_answer_is_learned_however_it_ends() -> None:
+    learned: list[tuple[str, int]] = []
+    service = scripted_service(
+        ScriptedBackend(lambda prompt: "an answer", step_tokens=1), Settings(), ManualClock(),
+        ended=lambda endpoint, tenant, output_tokens: learned.append((endpoint, output_tokens)),
+    )  # fmt: skip
+    transport = httpx.ASGITransport(create_app(service, ServiceMetrics()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+
+        async def length(**fields: object) -> int:
+            answer = await http.post("/v1/completions", json={"prompt": "x"} | fields)
+            return int(answer.json()["usage"]["completion_tokens"])
+
+        whole, cut, stopped = [await length(), await length(max_tokens=2), await length(stop="sw")]
+        both = await length(n=2)
+
+    assert cut == 2 < stopped < whole
+    assert both == 2 * whole
+    lengths = [whole, cut, stopped, whole, whole]
+    assert learned == [("completions", tokens) for tokens in lengths]
+
+
 class Slow(ScriptedBackend):
     """The first choice takes ``first_s`` to its first token."""
 
