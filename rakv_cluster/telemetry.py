@@ -140,6 +140,11 @@ class ServiceMetrics:
             ("reason",),
             registry=own,
         )
+        self.unreachable = Gauge(
+            "rakv_replicas_unreachable",
+            "Replicas that did not answer in time when the figures of all were last asked for.",
+            registry=own,
+        )
 
     def families(self) -> list[Metric]:
         """What the ingress itself counts."""

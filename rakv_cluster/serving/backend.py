@@ -39,7 +39,7 @@ class Backend(Protocol):
         ...
 
     async def stats(self) -> dict[str, Figures]:
-        """Figures of every replica that answers, by its name."""
+        """Figures of every replica that answers in time, by its name."""
         ...
 
     async def forget(self, keys: Sequence[bytes]) -> None:

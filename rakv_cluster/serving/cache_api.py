@@ -183,8 +183,7 @@ class CacheApi:
         return await _answered(self._admin.stats)
 
     async def replicas(self, caller: Caller) -> Mapping[str, Figures]:
-        """Figures of the replicas by name, none if one does not answer in time; needs the admin
-        scope."""
+        """Figures of the replicas that answer in time, by name; needs the admin scope."""
         caller.require_admin()
         try:
             return await asyncio.wait_for(self._service.backend.stats(), self._replicas_timeout_s)

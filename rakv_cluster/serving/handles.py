@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import (
@@ -31,6 +33,10 @@ from rakv_cluster.telemetry import Figures, ServiceMetrics
 log = logging.getLogger(__name__)
 
 _FORGET_TIMEOUT_S = 10.0
+_STATS_TIMEOUT_S = 1.5
+"""Less than those wait who want them all."""
+
+T = TypeVar("T")
 
 
 def nowhere(keys: Sequence[bytes]) -> Holders:
@@ -72,14 +78,12 @@ class HandleBackend:
 
     async def stats(self) -> dict[str, Figures]:
         with _translated():
-            answers = await self._worker.broadcast("stats").results_async(return_exceptions=True)
-        # A replica that has just ended is no longer there to have figures.
-        return {
-            name: figures
-            for answer in answers
-            if not isinstance(answer, BaseException)
-            for name, figures in answer.items()
-        }
+            asked = self._worker.broadcast("stats")
+            # What is public waits for all replicas or has none: one that hangs would hide all.
+            calls = await asked._fetch_replica_results_async()
+        answers = await in_time([call.get_async() for call in calls], _STATS_TIMEOUT_S)
+        self._metrics.unreachable.set(len(calls) - len(answers))
+        return {name: figures for answer in answers for name, figures in answer.items()}
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         with _translated():
@@ -157,6 +161,24 @@ class HandleBackend:
         keys = [chunk.prefix_key for chunk in request.prompt.chunks]
         expected = self._lengths.expected(request.endpoint, request.tenant, request.max_tokens)
         return RouteTicket(output_tokens=expected, holders=self._holders(keys))
+
+
+async def in_time(calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
+    """What those of ``calls`` return that are done within ``timeout_s`` and do not fail; the others
+    are cancelled."""
+    if not calls:
+        return []
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [
+        task.result()
+        for task in tasks
+        if task in done and not task.cancelled() and task.exception() is None
+    ]
 
 
 @contextmanager

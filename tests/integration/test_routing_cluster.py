@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,13 @@ def body(document: str, **fields: Any) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
     } | fields
+
+
+def unreachable(scraped: str) -> float:
+    """How many replicas a scrape says did not answer."""
+    found = re.search(r"^rakv_replicas_unreachable\{[^}]*\} (\S+)", scraped, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 def explained(http: httpx.Client, document: str) -> dict[str, Any]:
@@ -121,6 +129,24 @@ def test_one_hot_document_spreads_when_its_replica_is_busy(http: httpx.Client) -
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
     eventually(lambda: len(holders(http, "hot")) >= 2, "several replicas hold the document")
+
+
+def test_a_replica_that_hangs_hides_no_other_from_a_scrape(
+    service: ServedCluster, http: httpx.Client
+) -> None:
+    def answering() -> tuple[int, float]:
+        scraped = http.get("/metrics").text
+        shown = set(re.findall(r'rakv_engine_running\{replica="([^"]*)"', scraped))
+        return len(shown), unreachable(scraped)
+
+    hung = service.workers()[0]
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        # More than one scrape: on a busy machine another one may be late once.
+        eventually(lambda: answering() == (NODES - 1, 1), "the others are shown", timeout_s=20.0)
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    eventually(lambda: answering() == (NODES, 0), "it answers again", timeout_s=60.0)
 
 
 def test_killing_the_busiest_replica_fails_no_request_and_its_successor_takes_work(
