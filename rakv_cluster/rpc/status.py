@@ -6,6 +6,7 @@ RetryInfo, as AIP-193 has them: any client library reads them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -14,11 +15,13 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode
 
-from rakv_cluster.errors import RakvError, error_class
+from rakv_cluster.errors import BodyTooLarge, RakvError, error_class
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "rakv"
 _LONGEST_MESSAGE = 300
+_TOO_LARGE = re.compile(r"(?<!CLIENT: )Received message larger than max \((\d+) vs\. (\d+)\)")
+"""gRPC's own words, under the status of a full queue, before any code of ours sees the message."""
 
 
 def status_code(error: RakvError) -> StatusCode:
@@ -52,7 +55,13 @@ def details_of(error: RakvError) -> bytes:
 
 
 def error_from(code: StatusCode, message: str, details: bytes) -> RakvError:
-    """The error that a status stands for; statuses that are not ours go by their code."""
+    """The error that a status stands for; statuses that are not ours go by their code, except that
+    of a request that is too large, which would be so again."""
+    if not details and (sizes := _TOO_LARGE.search(message)):
+        size, most = sizes.groups()
+        return BodyTooLarge(
+            f"the request's message of {size} bytes is larger than {most} bytes", field="body"
+        )
     status = Status()
     try:
         status.ParseFromString(details)

@@ -31,6 +31,7 @@ from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.errors import (
+    BodyTooLarge,
     ConfigError,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -332,6 +333,27 @@ def test_bytes_that_are_no_message_are_the_callers_mistake(served: Served) -> No
 def test_a_message_over_the_limit_is_refused(served: Served) -> None:
     code, _, _ = raw_call(served.target, "Generation/Generate", bytes(2 << 20))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_message_over_the_limit_is_not_sent_again(served: Served) -> None:
+    waits: list[float] = []
+    with (
+        GrpcClient(served.target, sleep=waits.append) as client,
+        pytest.raises(BodyTooLarge, match="larger than 1048576 bytes") as caught,
+    ):
+        client.chat("x" * (2 << 20))
+
+    assert caught.value.field == "body"
+    assert waits == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["Concurrent RPC limit exceeded!", "CLIENT: Received message larger than max (9 vs. 8)"],
+)
+def test_other_limits_of_grpc_are_not_taken_for_it(message: str) -> None:
+    error = error_from(grpc.StatusCode.RESOURCE_EXHAUSTED, message, b"")
+    assert type(error) is Overloaded
 
 
 def test_an_unknown_method_is_unimplemented(served: Served) -> None:
