@@ -33,6 +33,7 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    NO_MEMORY = "no_memory"  # what it needs is within the budget, but not there
 
 
 @dataclass(frozen=True, slots=True)

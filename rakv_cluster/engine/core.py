@@ -253,10 +253,16 @@ class EngineCore:
             ]
             index = next_admission(waiters, self._tenants.served)
             sequence = self._waiting[index]
-            if not self._pool.can_lease(self._lease_tokens(sequence)):
-                break
+            try:
+                buffer = self._pool.lease(self._lease_tokens(sequence))
+            except MemoryError:
+                if self._active:
+                    break
+                # Nobody has any to give back: the device has less than the budget allows.
+                self._end(sequence.request.request_id, FinishReason.NO_MEMORY)
+                continue
             del self._waiting[index]
-            sequence.buffer = self._pool.lease(self._lease_tokens(sequence))
+            sequence.buffer = buffer
             if sequence.admitted_s < 0:
                 sequence.admitted_s = self._clock.monotonic_s()
             self._active[sequence.arrival] = sequence
@@ -280,13 +286,13 @@ class EngineCore:
                 and sequence.buffer is not None
                 and sequence.count > sequence.buffer.capacity
             ):
-                tokens = self._lease_tokens(sequence)
-                if self._pool.can_lease(tokens):
-                    self._move(sequence, tokens)
-                else:
+                try:
+                    self._move(sequence, self._lease_tokens(sequence))
+                except MemoryError:
                     self._make_room(sequence)
 
     def _move(self, sequence: Sequence, tokens: int) -> None:
+        """Into a larger buffer; raises ``MemoryError``, with nothing changed, if there is none."""
         old = sequence.buffer
         if old is None:
             raise AssertionError("a running sequence has a buffer")

@@ -98,7 +98,8 @@ class BufferPool:
         return self._leased_bytes + self.lease_bytes(tokens) <= self._budget_bytes
 
     def lease(self, tokens: int) -> KvBuffer:
-        """A buffer of at least ``tokens`` slots; raises ``MemoryError`` over budget."""
+        """A buffer of at least ``tokens`` slots; raises ``MemoryError`` over budget, and where the
+        device has less memory left than the budget allows."""
         if not self.can_lease(tokens):
             raise MemoryError(f"no KV memory for {tokens} tokens within {self._budget_bytes} bytes")
         buffer = KvBuffer(self._take(self._rounded(tokens)))
@@ -140,13 +141,30 @@ class BufferPool:
         return best
 
     def _fresh(self, capacity: int) -> torch.Tensor:
-        shape, dtype = self._layout.shape(capacity), self._layout.torch_dtype
-        if self._device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-        # numpy takes zeroed pages from the system as they are touched; torch would write them all
-        # now, some 10 ms for a prompt of 500 tokens.
-        raw = np.zeros(shape, dtype=np.uint16 if self._layout.itemsize == 2 else np.uint32)
-        return torch.from_numpy(raw).view(dtype)
+        """Zeroed memory, for which spares are given up where there is no other."""
+        try:
+            return self._allocate(capacity)
+        except MemoryError:
+            if not self._spares:
+                raise
+        self._spares.clear()
+        return self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> torch.Tensor:
+        try:
+            return _zeros(self._layout, capacity, self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(f"no memory for {capacity} tokens of KV") from error
+
+
+def _zeros(layout: KvLayout, capacity: int, device: torch.device) -> torch.Tensor:
+    shape, dtype = layout.shape(capacity), layout.torch_dtype
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy takes zeroed pages from the system as they are touched; torch would write them all now,
+    # some 10 ms for a prompt of 500 tokens.
+    raw = np.zeros(shape, dtype=np.uint16 if layout.itemsize == 2 else np.uint32)
+    return torch.from_numpy(raw).view(dtype)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.text import TextStream, TokenBytes
-from rakv_cluster.errors import DeadlineExceeded, RakvError, RequestCancelled
+from rakv_cluster.errors import DeadlineExceeded, RakvError, RequestCancelled, Unavailable
 from rakv_cluster.serving.backend import Backend
 from rakv_cluster.types import FinishReason, TokenLogprob
 
@@ -73,8 +73,8 @@ async def run_choice(
 ) -> AsyncGenerator[Update, None]:
     """Updates of one choice, one per engine event. Closing it cancels the engine's work.
 
-    Raises what the backend raises, and :class:`DeadlineExceeded` or :class:`RequestCancelled`
-    when the engine ended the request for that.
+    Raises what the backend raises, and :class:`DeadlineExceeded`, :class:`RequestCancelled` or
+    :class:`Unavailable` (no memory) when the engine ended the request for that.
     """
     request = choice.request
     text = TextStream(token_bytes, stops=choice.stops, min_tokens=request.min_tokens)
@@ -152,6 +152,8 @@ async def run_choices(
 def _check_finish(event: EngineEvent) -> None:
     if event.finish is FinishReason.ERROR:
         raise RakvError(event.error or "the engine failed on this request")
+    if event.finish is FinishReason.NO_MEMORY:
+        raise Unavailable("the replica has no memory for this request's KV now", retry_after_s=1.0)
     if event.finish is FinishReason.DEADLINE:
         raise DeadlineExceeded("the request's time ran out")
     if event.finish is FinishReason.CANCELLED:

@@ -14,6 +14,7 @@ from rakv_cluster.serving.http_app import create_app
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
+from rakv_cluster.types import FinishReason
 
 
 class Failing(ScriptedBackend):
@@ -40,6 +41,22 @@ async def test_a_defect_in_one_choice_ends_the_request(number: int) -> None:
 
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
+
+
+class Full(ScriptedBackend):
+    """Its replica's device has no memory for any request."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        yield EngineEvent(request.request_id, (), finish=FinishReason.NO_MEMORY)
+
+
+async def test_a_lack_of_memory_is_worth_another_try() -> None:
+    transport = httpx.ASGITransport(scripted_app(Full(), Settings(), ManualClock()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        answer = await http.post("/v1/completions", json={"prompt": "x"})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("n", [1, 2])
