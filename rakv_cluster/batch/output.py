@@ -22,8 +22,9 @@ _GROUP_ROWS = 1024
 
 
 def stats_path(out: Path) -> Path:
-    """Where the statistics of the answers in ``out`` go."""
-    return out.with_suffix(".stats.jsonl")
+    """Where the statistics of the answers in ``out`` go; apart from those of ``out`` in another
+    format."""
+    return out.with_name(f"{out.name}.stats.jsonl")
 
 
 def check_format(out: Path) -> None:

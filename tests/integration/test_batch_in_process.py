@@ -36,7 +36,7 @@ def test_it_writes_what_a_service_would_have_answered(
 
     assert here.exit_code == there.exit_code == 0, here.output + there.output
     assert (job.parent / "out.jsonl").read_bytes() == served.read_bytes()
-    lines = (job.parent / "out.stats.jsonl").read_text().splitlines()
+    lines = (job.parent / "out.jsonl.stats.jsonl").read_text().splitlines()
     stats = [json.loads(line) for line in lines]
     assert sum(s["cached_tokens"] for s in stats) > 0.4 * sum(s["prompt_tokens"] for s in stats)
 

@@ -129,7 +129,7 @@ def test_a_batch_over_documents(service: Service, tmp_path: Path) -> None:
 
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    stats = [json.loads(x) for x in (tmp_path / "out.stats.jsonl").read_text().splitlines()]
+    stats = [json.loads(x) for x in (tmp_path / "out.jsonl.stats.jsonl").read_text().splitlines()]
     assert [row["error"] for row in rows] == [""] * 6
     reused = sum(s["cached_tokens"] for s in stats) / sum(s["prompt_tokens"] for s in stats)
     assert reused > 0.4

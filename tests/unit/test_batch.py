@@ -318,9 +318,11 @@ def test_both_formats_hold_the_rows_in_order(tmp_path: Path) -> None:
 
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(tmp_path / "o.parquet").to_pylist()
-    stats = [json.loads(line) for line in (tmp_path / "o.stats.jsonl").read_text().splitlines()]
+    written = [(tmp_path / f"o.{form}.stats.jsonl").read_text() for form in ("jsonl", "parquet")]
+    stats = [json.loads(line) for line in written[0].splitlines()]
 
     assert lines == table
+    assert written[0] == written[1]
     assert [line["text"] for line in lines] == ["Grüße 0", "Grüße 1", "Grüße 2"]
     assert [line["cached_tokens"] for line in stats] == [0, 1, 2]
     assert not list(tmp_path.glob(".*"))
@@ -370,9 +372,9 @@ def test_the_command_answers_every_row_and_reuses(url: str, tmp_path: Path) -> N
         "1/a.txt", "1/b.txt", "2/a.txt", "2/b.txt", "3/a.txt", "3/b.txt",
     ]  # fmt: skip
     assert {line["text"] for line in lines} == {"An answer."}
-    stats = [json.loads(x) for x in (tmp_path / "o.stats.jsonl").read_text().splitlines()]
+    stats = [json.loads(x) for x in (tmp_path / "o.jsonl.stats.jsonl").read_text().splitlines()]
     assert [s["cached_tokens"] > 500 for s in stats] == [False, False, True, True, True, True]
-    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.stats.jsonl"]
+    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.jsonl.stats.jsonl"]
     again = batch(tmp_path, "--url", url, "--resume")
     assert (again.exit_code, "nothing to resume" in again.output) == (2, True)
 
@@ -428,7 +430,7 @@ def test_rows_with_errors_are_asked_again_once_the_service_is_right(tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == ["An answer."] * 4
     assert len(backend.requests) == 6, "only rows with errors are asked again"
-    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.stats.jsonl"]
+    assert sorted(p.name for p in tmp_path.glob("o.*")) == ["o.jsonl", "o.jsonl.stats.jsonl"]
 
 
 def test_what_is_there_is_never_overwritten(url: str, tmp_path: Path) -> None:

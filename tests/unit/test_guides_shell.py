@@ -127,7 +127,7 @@ def test_the_walk_left_what_the_guides_promise(folder: Path, url: str) -> None:
     for command in commands("access"):
         run(command, folder, url)
 
-    assert {"answers.jsonl", "answers.stats.jsonl", "keys.yaml"} <= {
+    assert {"answers.jsonl", "answers.jsonl.stats.jsonl", "keys.yaml"} <= {
         path.name for path in folder.iterdir()
     }
 
