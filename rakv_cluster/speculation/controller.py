@@ -24,11 +24,7 @@ from rakv_cluster.speculation.governor import (
     RequestLedger,
     allowance_ms,
 )
-from rakv_cluster.speculation.hazards import (
-    REPLICA_DECAY,
-    AcceptanceTracker,
-    Hazards,
-)
+from rakv_cluster.speculation.hazards import AcceptanceTracker, ReplicaHazards
 from rakv_cluster.speculation.lengths import AnswerLengths
 
 
@@ -60,7 +56,7 @@ class ControllerSettings:
 class ReplicaState:
     """What a replica learns over all of its requests."""
 
-    hazards: Hazards = field(default_factory=lambda: Hazards(REPLICA_DECAY))
+    hazards: ReplicaHazards = field(default_factory=ReplicaHazards)
     ledger: ReplicaLedger = field(default_factory=ReplicaLedger)
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     draft_ms: float = 0.0

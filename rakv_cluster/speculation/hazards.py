@@ -61,10 +61,9 @@ def context_of(match_tokens: int, last: LastOutcome) -> int:
 
 
 class Hazards:
-    """Decayed accepted / tried counts per (context, position), and per ``confidence``."""
+    """Decayed accepted / tried counts per (context, position)."""
 
     def __init__(self, decay: float) -> None:
-        self.confidence = Confidence()
         self._counts = DecayedCounts(CONTEXTS * POSITIONS, decay)
         self._agreement = PRIOR_FIRST
 
@@ -110,6 +109,14 @@ class Hazards:
         ]
 
 
+class ReplicaHazards(Hazards):
+    """Those of all requests of a replica, and what a model's ``confidence`` is worth."""
+
+    def __init__(self) -> None:
+        super().__init__(REPLICA_DECAY)
+        self.confidence = Confidence()
+
+
 def survivals(request: Hazards, replica: Hazards, context: int, count: int) -> list[float]:
     """For each of ``count`` drafts, the chance that it and all in front of it are accepted."""
     rates = request.narrowed(context, replica.rates(context, min(count, POSITIONS)))
@@ -149,7 +156,7 @@ class AcceptanceTracker:
     no more trials are open at once than two guesses have tokens.
     """
 
-    def __init__(self, replica: Hazards) -> None:
+    def __init__(self, replica: ReplicaHazards) -> None:
         self.hazards = Hazards(REQUEST_DECAY)
         self._replica = replica
         self._trials: list[Trial] = []

@@ -8,7 +8,7 @@ from rakv_cluster.speculation.arms import ArmCosts
 from rakv_cluster.speculation.confidence import EDGES, Confidence, rate_of
 from rakv_cluster.speculation.draft_rounds import Stopping
 from rakv_cluster.speculation.drafters import Draft
-from rakv_cluster.speculation.hazards import REPLICA_DECAY, AcceptanceTracker, Hazards
+from rakv_cluster.speculation.hazards import AcceptanceTracker, ReplicaHazards
 
 
 def test_surer_drafts_are_expected_to_be_right_more_often() -> None:
@@ -35,7 +35,7 @@ def test_what_was_seen_of_a_band_counts_and_of_no_other() -> None:
 
 
 def test_drafts_teach_by_their_own_probabilities_as_far_as_they_were_looked_at() -> None:
-    replica = Hazards(REPLICA_DECAY)
+    replica = ReplicaHazards()
     subject = AcceptanceTracker(replica)
     guess = Draft((5, 6, 7), confidences=(0.95, 0.25, 0.5))
 

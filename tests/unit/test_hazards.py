@@ -9,9 +9,8 @@ from rakv_cluster.speculation.drafters import Draft
 from rakv_cluster.speculation.hazards import (
     PRIOR_FIRST,
     PRIOR_LATER,
-    REPLICA_DECAY,
     AcceptanceTracker,
-    Hazards,
+    ReplicaHazards,
     ScoredTrial,
 )
 
@@ -29,7 +28,7 @@ def observe(
 
 
 def tracker() -> AcceptanceTracker:
-    return AcceptanceTracker(Hazards(REPLICA_DECAY))
+    return AcceptanceTracker(ReplicaHazards())
 
 
 def test_a_new_request_on_a_new_replica_starts_from_the_prior() -> None:
@@ -41,7 +40,7 @@ def test_a_new_request_on_a_new_replica_starts_from_the_prior() -> None:
 
 
 def test_a_new_request_starts_from_what_the_replica_learned() -> None:
-    replica = Hazards(REPLICA_DECAY)
+    replica = ReplicaHazards()
     first = AcceptanceTracker(replica)
     for position in range(200):
         observe(first, [position, -1], 5, [position], 1)
@@ -111,7 +110,7 @@ def test_deep_positions_share_the_last_hazard() -> None:
 
 
 def test_a_guess_that_is_only_watched_teaches_and_is_no_choice() -> None:
-    replica = Hazards(REPLICA_DECAY)
+    replica = ReplicaHazards()
     subject = AcceptanceTracker(replica)
     costs = ArmCosts(1, 1.0, ())
 
@@ -125,7 +124,7 @@ def test_a_guess_that_is_only_watched_teaches_and_is_no_choice() -> None:
 
 
 def test_a_depth_that_was_never_drafted_is_as_likely_as_the_one_in_front_of_it() -> None:
-    replica = Hazards(REPLICA_DECAY)
+    replica = ReplicaHazards()
     replica.assume(0.8)
     subject = AcceptanceTracker(replica)
     for _ in range(200):
@@ -137,7 +136,7 @@ def test_a_depth_that_was_never_drafted_is_as_likely_as_the_one_in_front_of_it()
 
 
 def test_a_models_drafts_behind_a_miss_are_judged_with_all_others() -> None:
-    replica = Hazards(REPLICA_DECAY)
+    replica = ReplicaHazards()
     replica.assume(0.8)
     for _ in range(100):
         observe(AcceptanceTracker(replica), [1], 0, [1, 2], 1)
