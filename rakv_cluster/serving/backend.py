@@ -129,6 +129,9 @@ class Failover:
                 yield EngineEvent(request.request_id, (), finish=FinishReason.LENGTH, stats=stats)
                 return
             part = replace(request, forced_ids=tuple(sent), timeout_s=remaining_s)
+            if attempt:
+                # A replica that was only out of reach still knows the first by its id.
+                part = replace(part, request_id=f"{request.request_id}-retry{attempt}")
             here = False
             try:
                 async with aclosing(self._backend.generate(part)) as events:

@@ -106,6 +106,20 @@ async def test_what_was_sent_is_forced_on_the_next_replica() -> None:
     assert [request.forced_ids for request in replicas.seen] == [(), TEXT[:3]]
 
 
+async def test_a_replica_that_was_out_of_reach_may_take_the_request_again() -> None:
+    class StillAtIt(DyingReplicas):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+            if request.request_id in {each.request_id for each in self.seen}:
+                raise InvalidRequest("the request id is in use", field="request_id")
+            async for event in super().generate(request):
+                yield event
+
+    replicas = StillAtIt([3])
+
+    assert tuple(await collect(failover_over(replicas), request_of())) == TEXT
+    assert [request.request_id for request in replicas.seen] == ["r", "r-retry1"]
+
+
 async def test_an_answer_that_was_complete_but_for_its_end_is_not_run_again() -> None:
     replicas = DyingReplicas([len(TEXT)])
 
