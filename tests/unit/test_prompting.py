@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
-from itertools import pairwise, permutations
+from collections import Counter
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from rakv_cluster.errors import ContextLengthExceeded, InvalidRequest
+from rakv_cluster.serving import prompting
 from rakv_cluster.serving.prompting import PromptRenderer, Rendered
 from rakv_cluster.serving.template import Document, Message
 from rakv_cluster.testing.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, tiny_tokenizer
@@ -240,24 +242,26 @@ def test_an_empty_completion_has_no_segments() -> None:
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
-    rendering, ended = renderer(), threading.Event()
-    turns = [time.monotonic()]
+    """Another one gets its turn again and again while a single instruction of ours is under way. No
+    durations: the machine may stand still at any moment."""
+    rendering, ended, renders = renderer(), threading.Event(), threading.get_ident()
+    turns: Counter[tuple[str, int]] = Counter()
 
     def other() -> None:
         while not ended.wait(0.001):
-            turns.append(time.monotonic())
+            frame = sys._current_frames()[renders]
+            turns[frame.f_code.co_filename, frame.f_lasti] += 1
 
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        began = time.monotonic()
         rendering.completion("The quick brown fox. " * 50_000, ())
-        took = time.monotonic() - began
     finally:
         ended.set()
         thread.join()
 
-    assert max(b - a for a, b in pairwise(turns)) < took / 2
+    within = [count for (file, _), count in turns.items() if file == prompting.__file__]
+    assert max(within, default=0) >= 10
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
