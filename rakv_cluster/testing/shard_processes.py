@@ -21,6 +21,7 @@ from rakv_cluster.testing.records import tiny_record
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=64, dtype="bfloat16")
 TOKENS = 40
+BATCH = 4
 
 
 @contextmanager
@@ -43,14 +44,15 @@ def started(
 
 
 def write_for_ever(pipe: Connection, folder: str, budget_bytes: int, first: int) -> None:
-    """Commit batches of records ``first, first + 1, ...``; sends (stored, evicted) after each."""
+    """Commit records ``first, first + 1, ...``, :data:`BATCH` at a time; sends (stored, evicted)
+    after each batch."""
     writer = ShardWriter(folder, ShardSettings(budget_bytes), SystemClock())
     number = first
     while True:
-        batch = [encode(tiny_record(n, TOKENS, LAYOUT)) for n in range(number, number + 4)]
+        batch = [encode(tiny_record(n, TOKENS, LAYOUT)) for n in range(number, number + BATCH)]
         result = writer.commit(batch)
         pipe.send((result.stored, result.evicted))
-        number += 4
+        number += BATCH
 
 
 def read_for_ever(pipe: Connection, folder: str, numbers: range) -> None:
