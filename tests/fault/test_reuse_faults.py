@@ -35,6 +35,8 @@ from rakv_cluster.types import ChunkedPrompt, FinishReason, Tier
 
 PROMPT = [(index * 5 + 1) % 64 for index in range(40)]
 DEADLINE_S = 20.0
+LONG_S = 60.0
+"""A deadline that a test does not live to see, unless its clock skips it."""
 
 
 class Gate(MemoryStore):
@@ -73,6 +75,20 @@ class SlowRunner(FakeRunner):
     def forward(self, step: Step) -> torch.Tensor:
         threading.Event().wait(0.002)
         return super().forward(step)
+
+
+class HastyClock(SystemClock):
+    """Real time and what :meth:`skip` adds: a deadline passes when a test says so, and not because
+    the machine stands still for a second."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def skip(self, seconds: float) -> None:
+        self._skipped_s += seconds
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self._skipped_s
 
 
 class BrittleClock(SystemClock):
@@ -149,6 +165,11 @@ def start() -> Iterator[Start]:
         engine.stop(timeout_s=1.0)
 
 
+def pass_deadline(engine: Engine, clock: HastyClock) -> None:
+    clock.skip(LONG_S)
+    engine.cancel("nobody")  # wakes the loop
+
+
 def ask(engine: Engine, name: str, ids: Sequence[int] = PROMPT, max_tokens: int = 5) -> Answer:
     answer = Answer()
     engine.submit(EngineRequest(name, prompt_of(ids), max_tokens), answer)
@@ -157,24 +178,28 @@ def ask(engine: Engine, name: str, ids: Sequence[int] = PROMPT, max_tokens: int 
 
 @pytest.mark.parametrize("call", ["find", "load", "put"])
 def test_a_store_that_hangs_costs_at_most_the_deadline(start: Start, call: str) -> None:
-    store = Gate({call})
-    engine = start(store, SlowRunner(), load_deadline_s=0.3)
+    store, clock = Gate({call}), HastyClock()
+    engine = start(store, SlowRunner(), clock=clock, load_deadline_s=LONG_S)
     if call == "load":
         fill(store, PROMPT)
 
     answers = [ask(engine, f"r{number}") for number in range(3)]
+    assert store.entered.wait(DEADLINE_S)
+    pass_deadline(engine, clock)
 
     expected = FakeRunner().generate(PROMPT, 5)
     assert [answer.wait() for answer in answers] == [expected] * 3
-    assert store.entered.wait(DEADLINE_S)
     store.open()
 
 
 def test_memory_that_an_abandoned_load_writes_to_is_not_used_again(start: Start) -> None:
-    store = Gate({"load"})
+    store, clock = Gate({"load"}), HastyClock()
     fill(store, PROMPT)
-    engine = start(store, SlowRunner(), load_deadline_s=0.3)
-    assert ask(engine, "first").wait() == FakeRunner().generate(PROMPT, 5)
+    engine = start(store, SlowRunner(), clock=clock, load_deadline_s=LONG_S)
+    first = ask(engine, "first")
+    assert store.entered.wait(DEADLINE_S)
+    pass_deadline(engine, clock)
+    assert first.wait() == FakeRunner().generate(PROMPT, 5)
     late = ask(engine, "late", list(reversed(PROMPT)), 60)
     assert late.first.wait(DEADLINE_S)
 
@@ -307,7 +332,7 @@ def test_what_the_save_queue_cannot_hold_is_dropped_and_counted() -> None:
 def test_a_full_queue_refuses_with_a_time_to_come_back(start: Start) -> None:
     runner = SlowRunner()
     engine = start(NullStore(), runner, max_waiting=1, max_running=1)
-    answers = [ask(engine, f"r{number}", max_tokens=400) for number in range(2)]
+    answers = [ask(engine, f"r{number}", max_tokens=900) for number in range(2)]
 
     with pytest.raises(Overloaded) as raised:
         ask(engine, "one too many")
@@ -323,7 +348,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(start: Start) -> None:
 
 def test_a_request_id_in_use_is_refused(start: Start) -> None:
     engine = start(NullStore(), SlowRunner())
-    ask(engine, "same", max_tokens=400)
+    ask(engine, "same", max_tokens=900)
 
     with pytest.raises(InvalidRequest) as raised:
         ask(engine, "same")
