@@ -114,5 +114,9 @@ async def test_a_deadline_and_leaving_a_stream_end_the_work(
         async with client.stream_chat("q") as stream:
             assert await anext(stream)
         await asyncio.to_thread(
-            eventually, lambda: len(backend.cancelled) == 2, "the engine's work has ended"
+            eventually,
+            # The first may never have begun, on a machine that stands still for its second.
+            lambda: len(backend.cancelled) == len(backend.requests),
+            "the engine's work has ended",
         )
+    assert backend.requests

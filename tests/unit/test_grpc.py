@@ -374,7 +374,11 @@ def test_a_deadline_ends_the_work(fresh: Served) -> None:
 
     with pytest.raises(DeadlineExceeded):
         fresh.client(timeout_s=1.0).chat("q")
-    until(lambda: len(fresh.backend.cancelled) == 1, "the engine's work goes on")
+    # On a machine that stands still for that second it may never have begun.
+    until(
+        lambda: len(fresh.backend.cancelled) == len(fresh.backend.requests),
+        "the engine's work goes on",
+    )
 
 
 def test_leaving_a_stream_ends_the_work(fresh: Served) -> None:
