@@ -192,9 +192,11 @@ class NodeStore:
     def refresh(self) -> bool:
         """Ask this node's shard who it is and who lives; whether it answered.
 
-        Tells it which of its records this process used, and which it found damaged.
+        Tells it which of its records this process used, and which it found damaged. No request
+        waits for it: a shard that is only busy must not count as broken, which would cost the next
+        write.
         """
-        timeout_s = self._limits.lookup_timeout_s
+        timeout_s = self._limits.load_timeout_s
         (outcome,) = self._peers.ask([Call(self._node, "info")], timeout_s, parse_info)
         if not isinstance(outcome, Answer):
             return False

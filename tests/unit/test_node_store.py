@@ -162,6 +162,13 @@ def test_keys_of_an_owner_that_does_not_answer_are_the_callers(site: Site) -> No
     assert set(mine) == set(Placement([HERE, THERE]).group(KEYS)[THERE])
 
 
+def test_a_refresh_has_the_time_of_a_load(site: Site) -> None:
+    site.cluster.faults[HERE] = Fault.LATE
+    before_s = site.clock.monotonic_s()
+    assert not site.store.refresh()
+    assert site.clock.monotonic_s() - before_s == LIMITS.load_timeout_s
+
+
 def test_waiting_ends_when_the_records_are_there(site: Site) -> None:
     site.store.refresh()
     for record in RECORDS:
