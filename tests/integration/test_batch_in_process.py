@@ -17,7 +17,7 @@ def job(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     for name in ("x", "y"):
         (tmp_path / "docs" / f"{name}.txt").write_text(f"Document {name}.\n\n" * 40)
-    (tmp_path / "prompts.txt").write_text("One?\nTwo?")
+    (tmp_path / "prompts.txt").write_text("One?\nTwo?\nThree?\nFour?")
     (tmp_path / "JOB.yaml").write_text(
         "docs: docs\nprompts: prompts.txt\nout: out.jsonl\nmax_tokens: 6\nwindow: 1\n"
     )

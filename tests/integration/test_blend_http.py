@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from rakv_cluster.testing import chats
-from rakv_cluster.testing.waiting import eventually
 
 ASH, BIRCH, CEDAR = (
     {"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")
@@ -21,11 +20,7 @@ def ask(http: httpx.Client, *documents: dict[str, str], **fields: Any) -> dict[s
 
 def seen(http: httpx.Client) -> None:
     """Have two documents computed and stored."""
-
-    def stored() -> bool:
-        return bool(ask(http, ASH, BIRCH)["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    eventually(stored, "the documents are stored")
+    chats.reusing(lambda: ask(http, ASH, BIRCH))
 
 
 def test_a_blend_says_what_it_did(fresh: httpx.Client) -> None:

@@ -69,7 +69,7 @@ def test_a_service_repairs_what_the_curve_asks_for(cache: Path, tiny_model: Load
         local_service(tiny_model, store, settings) as service,
         httpx.Client(base_url=service.url, timeout=60.0) as http,
     ):
-        eventually(lambda: cached(ask(http, ASH, BIRCH)), "the documents are stored")
+        chats.reusing(lambda: ask(http, ASH, BIRCH))
 
         generous, none = (
             ask(http, BIRCH, ASH, reuse="blend", max_kl=budget)["rakv"]["blend"]
@@ -93,7 +93,7 @@ def test_first_use_calibrates_in_idle_time(tmp_path: Path, tiny_model: LoadedMod
         local_service(tiny_model, store, settings) as service,
         httpx.Client(base_url=service.url, timeout=60.0) as http,
     ):
-        eventually(lambda: cached(ask(http, ASH, BIRCH)), "the documents are stored")
+        chats.reusing(lambda: ask(http, ASH, BIRCH))
 
         def blended(*documents: dict[str, str]) -> dict[str, Any]:
             found: dict[str, Any] = ask(http, *documents, reuse="blend", max_kl=50.0)["rakv"]
@@ -103,7 +103,7 @@ def test_first_use_calibrates_in_idle_time(tmp_path: Path, tiny_model: LoadedMod
         assert not first["approximate"]
         assert "not calibrated yet" in first["refusal"]
         path = calibration_path(tmp_path, tiny_model.card.digest)
-        eventually(path.exists, "the calibration is kept", timeout_s=60.0)
+        eventually(path.exists, "the calibration is kept", timeout_s=240.0)
         later = blended(CEDAR, ASH)
 
     assert later["refusal"] == ""
@@ -132,7 +132,3 @@ def same_threads() -> dict[str, str]:
 
 def ask(http: httpx.Client, *documents: dict[str, str], **fields: Any) -> dict[str, Any]:
     return chats.ask(http, documents=documents, max_tokens=4, **fields)
-
-
-def cached(answer: dict[str, Any]) -> bool:
-    return bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"])

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from rakv_cluster.testing import chats
-from rakv_cluster.testing.waiting import eventually
+from rakv_cluster.testing.chats import cached_tokens, reusing
 
 DOCUMENTS = [{"id": name, "text": f"{name} {name}. " * 40} for name in ("ash", "birch", "cedar")]
 ORDERS = list(permutations(range(3)))
@@ -44,18 +44,14 @@ def test_a_cached_order_is_found_and_its_tokens_are_those_of_plain_decoding(
     ask(fresh, seen)
     plain = ask(fresh, seen, reuse="off")
 
-    def reused() -> bool:
-        return bool(ask(fresh, seen)["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    eventually(reused, "the first prompt is stored")
+    reusing(lambda: ask(fresh, seen))
     for order in ORDERS:
         answer = ask(fresh, order, reuse="reorder")
 
         assert answer["rakv"]["documents"]["order"] == "cached"
         assert used(answer, order) == seen
         assert text_of(answer) == text_of(plain)
-        tokens = answer["usage"]["prompt_tokens"]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * tokens
+        assert cached_tokens(answer) > 0.9 * answer["usage"]["prompt_tokens"]
 
 
 def test_an_unknown_set_converges_to_one_order(fresh: httpx.Client) -> None:

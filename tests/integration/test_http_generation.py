@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from rakv_cluster.testing.chats import CHAT, ask, chat
+from rakv_cluster.testing.chats import CHAT, LASTING, ask, cached_tokens, chat, reusing
+from rakv_cluster.testing.scrapes import cancelled, running, scrape
 from rakv_cluster.testing.service import LocalService, StartLocal
 from rakv_cluster.testing.tiny_models import SPECIAL_TOKENS
 from rakv_cluster.testing.waiting import eventually
@@ -65,7 +66,7 @@ def test_an_answer_has_openais_shape_and_our_account(http: httpx.Client) -> None
 def test_documents_asked_about_twice_are_reused_and_change_no_text(http: httpx.Client) -> None:
     cold = ask(http, documents=DOCUMENTS, reuse="off")
     first = ask(http, documents=DOCUMENTS)
-    again = ask(http, documents=DOCUMENTS)
+    again = reusing(lambda: ask(http, documents=DOCUMENTS))
     question = [{"role": "user", "content": "Another question?"}]
     other = ask(http, documents=DOCUMENTS, messages=question)
     other_cold = ask(http, documents=DOCUMENTS, messages=question, reuse="off")
@@ -73,9 +74,9 @@ def test_documents_asked_about_twice_are_reused_and_change_no_text(http: httpx.C
     prompt_tokens = again["usage"]["prompt_tokens"]
     assert text_of(cold) == text_of(first) == text_of(again)
     assert text_of(other) == text_of(other_cold)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1300
+    assert cached_tokens(again) >= 1300
     assert again["rakv"]["tokens"]["ram"] + again["rakv"]["tokens"]["computed"] == prompt_tokens
-    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1300
+    assert cached_tokens(other) >= 1300
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(http: httpx.Client) -> None:
@@ -226,10 +227,9 @@ def test_a_completion_streams(http: httpx.Client) -> None:
 def test_documents_reach_a_completion(http: httpx.Client) -> None:
     fields = {"prompt": "Once", "max_tokens": 5, "documents": DOCUMENTS}
 
-    http.post(COMPLETIONS, json=fields)
-    again = http.post(COMPLETIONS, json=fields).json()
+    again = reusing(lambda: http.post(COMPLETIONS, json=fields).json())
 
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1300
+    assert cached_tokens(again) >= 1300
 
 
 def test_content_parts_are_one_text(http: httpx.Client) -> None:
@@ -255,7 +255,7 @@ def test_metrics_count_what_happened(start_local: StartLocal) -> None:
     with httpx.Client(base_url=service.url, timeout=60.0) as http:
         used = ask(http)["usage"]
         http.post(CHAT, json={})
-        metrics = http.get("/metrics").text
+        metrics = scrape(lambda: http.get("/metrics").text)
 
     assert 'rakv_requests_total{endpoint="chat",status="ok"} 1.0' in metrics
     counted = f'{{reuse="exact",source="computed"}} {used["prompt_tokens"]}.0'
@@ -266,22 +266,21 @@ def test_metrics_count_what_happened(start_local: StartLocal) -> None:
     assert 'rakv_engine_requests_total{replica="local"} 1.0' in metrics
 
 
-def _running(http: httpx.Client) -> str:
-    lines = http.get("/metrics").text.splitlines()
-    return next(line for line in lines if line.startswith("rakv_engine_running{"))
-
-
 def test_a_client_that_goes_away_frees_the_engine(local: LocalService, http: httpx.Client) -> None:
-    endless = chat(max_tokens=1900, stream=True)
+    def metrics() -> str:
+        return http.get("/metrics").text
+
+    eventually(lambda: running(metrics) == 0, "nothing else runs")
+    before = cancelled(metrics)
     with (
         httpx.Client(base_url=local.url, timeout=60.0) as client,
-        client.stream("POST", CHAT, json=endless) as response,
+        client.stream("POST", CHAT, json=chat(**LASTING, stream=True)) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        assert _running(http).endswith(" 1.0")
 
-    eventually(lambda: _running(http).endswith(" 0.0"), "the engine has nothing left to run")
+    eventually(lambda: cancelled(metrics) > before, "the engine has ended the request")
+    eventually(lambda: running(metrics) == 0, "it has nothing left to run")
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(start_local: StartLocal) -> None:
@@ -289,14 +288,14 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(start_local: StartLocal)
     with (
         httpx.Client(base_url=service.url, timeout=60.0) as http,
         ThreadPoolExecutor(2) as pool,
-        http.stream("POST", CHAT, json=chat(max_tokens=1900, stream=True)) as running,
+        http.stream("POST", CHAT, json=chat(**LASTING, stream=True)) as first,
     ):
-        lines = running.iter_lines()
+        lines = first.iter_lines()  # its end would end the stream
         next(lines)
 
         others = [pool.submit(http.post, CHAT, json=chat()) for _ in range(2)]
         refused = next(as_completed(others)).result()
-        running.close()
+        first.close()
         statuses = sorted(other.result().status_code for other in others)
 
     assert statuses == [200, 429]
@@ -308,8 +307,8 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(start_local: StartLocal)
 def test_a_deadline_is_408_or_ends_the_stream_with_an_error(start_local: StartLocal) -> None:
     service = start_local(request_timeout_s=0.3)
     with httpx.Client(base_url=service.url, timeout=60.0) as http:
-        whole = http.post(CHAT, json=chat(max_tokens=1900))
-        with http.stream("POST", CHAT, json=chat(max_tokens=1900, stream=True)) as response:
+        whole = http.post(CHAT, json=chat(**LASTING))
+        with http.stream("POST", CHAT, json=chat(**LASTING, stream=True)) as response:
             lines = [line for line in response.iter_lines() if line]
 
     assert whole.status_code == 408
