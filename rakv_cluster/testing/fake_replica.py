@@ -42,8 +42,10 @@ class FakeReplica:
 
     def __init__(self, settings: ClusterStoreSettings, name: str, patience_s: float) -> None:
         clock = SystemClock()
-        # A busy machine must not look like an owner that does not answer.
-        client = replace(settings.client, lookup_timeout_s=patience_s / 4)
+        # A busy machine must not look like a shard that does not answer.
+        client = replace(
+            settings.client, lookup_timeout_s=patience_s / 4, load_timeout_s=patience_s / 4
+        )
         nodes = open_node_store(replace(settings, client=client), clock)
         self._name = name
         self._asked = 0
