@@ -19,7 +19,7 @@ import httpx
 from rakv_cluster.clock import Clock
 from rakv_cluster.errors import Unavailable
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 180.0
 POLL_S = 0.2
 _PORTS = range(20_000, 32_768)
 _PORT_ATTEMPTS = 64

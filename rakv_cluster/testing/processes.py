@@ -32,7 +32,11 @@ def served(
         started = descendants(service.pid)
     if not log.read_text().endswith("stopped\n"):
         raise AssertionError(f"rakv serve did not stop in order:\n{log.read_text()}")
-    eventually(lambda: not any(map(_alive, started)), "every process it started has ended")
+    eventually(
+        lambda: not any(map(_alive, started)),
+        "every process it started has ended",
+        timeout_s=_START_TIMEOUT_S,
+    )
 
 
 def workers(service: LocalService) -> list[int]:

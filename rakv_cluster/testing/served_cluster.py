@@ -22,6 +22,7 @@ from ray.serve.schema import ReplicaState
 from rakv_cluster.cli.local_service import free_port
 from rakv_cluster.serving.app import APP_NAME
 from rakv_cluster.testing.processes import command, descendants
+from rakv_cluster.testing.scrapes import scrape
 from rakv_cluster.testing.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -122,7 +123,9 @@ class ServedCluster:
 
     def taken(self) -> dict[str, float]:
         """Requests that each replica has taken in, by its name."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60.0).raise_for_status().text
+        text = scrape(
+            lambda: httpx.get(f"{self.url}/metrics", timeout=60.0).raise_for_status().text
+        )
         return {name: float(count) for name, count in _TAKEN.findall(text)}
 
 

@@ -56,13 +56,13 @@ def replicas(service: LocalService) -> list[dict[str, float]]:
 def test_a_second_replica_comes_takes_work_and_goes(service: LocalService) -> None:
     assert len(workers(service)) == 1
     with asking(service) as codes:
-        eventually(lambda: len(replicas(service)) == 2, "a second replica", timeout_s=120)
+        eventually(lambda: len(replicas(service)) == 2, "a second replica", timeout_s=240)
         eventually(
             lambda: all(
                 each["backlog_ms"] + each["slot_wait_ms"] > 0 for each in replicas(service)
             ),
             "both have work",
-            timeout_s=60,
+            timeout_s=120,
         )
     eventually(lambda: len(replicas(service)) == 1, "the second replica has gone", timeout_s=120)
 

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 import rakv_cluster
 from rakv_cluster.cli.local_service import free_port
-from rakv_cluster.testing.waiting import eventually
+from rakv_cluster.testing.waiting import eventually, first_where
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -87,7 +87,7 @@ class Operated:
         command = [Path(sys.executable).with_name("serve"), "deploy", self._file]
         address = f"http://127.0.0.1:{self._dashboard}"
         done = subprocess.run(
-            [*command, "-a", address], check=False, capture_output=True, text=True, timeout=120
+            [*command, "-a", address], check=False, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -185,7 +185,9 @@ def test_no_request_is_lost_while_the_service_is_operated(operated: Operated) ->
             eventually(traffic.more(), f"answers after: {what}", timeout_s=PATIENCE_S)
             assert traffic.wrong == [], what
 
-        before = operated.replicas()
+        before = first_where(
+            operated.replicas, lambda now: len(now) == 1, "one replica", timeout_s=PATIENCE_S
+        )
         operated.args["max_waiting"] = 48
         operated.deploy()
         settled(lambda now: len(now) == 1 and now != before, "rolling update")
@@ -195,7 +197,9 @@ def test_no_request_is_lost_while_the_service_is_operated(operated: Operated) ->
         operated.deploy()
         settled(lambda now: len(now) == 2, "scale up")
 
-        two = operated.replicas()
+        two = first_where(
+            operated.replicas, lambda now: len(now) == 2, "two replicas", timeout_s=PATIENCE_S
+        )
         operated.cluster.remove_node(added, allow_graceful=False)
         settled(lambda now: len(now) == 1 and now[0] in two, "node loss")
 

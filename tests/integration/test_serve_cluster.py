@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import openai
 import pytest
 
 from rakv_cluster.cli.local_service import LocalService
-from rakv_cluster.testing.chats import CHAT, chat
+from rakv_cluster.testing.chats import CHAT, LASTING, chat
 from rakv_cluster.testing.processes import served, workers
-from rakv_cluster.testing.waiting import eventually
+from rakv_cluster.testing.scrapes import cancelled, figure, running
+from rakv_cluster.testing.waiting import eventually, first_where
 
 pytestmark = pytest.mark.cluster
 
@@ -41,18 +44,20 @@ def service(tiny_folder: Path, folder: Path) -> Iterator[LocalService]:
 
 @pytest.fixture
 def http(service: LocalService) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.base_url, timeout=120.0) as client:
+    with httpx.Client(base_url=service.base_url, timeout=300.0) as client:
         yield client
 
 
-def running(http: httpx.Client) -> float:
-    """Requests that the engine works on, from the service's own metrics."""
-    lines = http.get("/metrics").text.splitlines()
-    return float(next(x for x in lines if x.startswith("rakv_engine_running{")).split()[-1])
+@pytest.fixture
+def metrics(http: httpx.Client) -> Callable[[], str]:
+    """Scrapes the service."""
+    return lambda: http.get("/metrics").text
 
 
 def test_it_is_ready_when_it_says_so(http: httpx.Client) -> None:
-    assert http.get("/readyz").json() == {"status": "ready", "model": "tiny"}
+    # A probe gives a replica little time, and a busy machine may take it.
+    ready = first_where(lambda: http.get("/readyz"), lambda r: r.status_code == 200, "it is ready")
+    assert ready.json() == {"status": "ready", "model": "tiny"}
 
 
 def test_the_openai_client_works_against_it(service: LocalService) -> None:
@@ -65,14 +70,17 @@ def test_the_openai_client_works_against_it(service: LocalService) -> None:
     }
     with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as client:
         first = client.chat.completions.create(**fields)
-        again = client.chat.completions.create(**fields)
+        again = first_where(
+            lambda: client.chat.completions.create(**fields),
+            lambda answer: answer.usage.prompt_tokens_details.cached_tokens >= 1300,
+            "the documents are reused",
+        )
         chunks = list(client.chat.completions.create(**fields, stream=True))
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**fields | {"temperature": -1})
 
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert first.choices[0].message.content == again.choices[0].message.content == text
-    assert again.usage.prompt_tokens_details.cached_tokens >= 1300
     assert refused.value.param == "temperature"
 
 
@@ -98,51 +106,57 @@ def test_a_stream_comes_step_by_step(http: httpx.Client) -> None:
 def test_bad_input_is_refused_and_the_service_goes_on(
     http: httpx.Client, content: bytes, status: int, field: str | None
 ) -> None:
-    refused = http.post(CHAT, content=content)
+    refused = first_where(
+        lambda: http.post(CHAT, content=content),
+        lambda answer: answer.status_code != 503,
+        "the registry of documents, which starts with the first call, answers",
+    )
     answered = http.post(CHAT, json=chat())
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
     assert answered.status_code == 200
 
 
-def test_a_stream_whose_client_goes_away_frees_the_engine(http: httpx.Client) -> None:
-    with http.stream("POST", CHAT, json=chat(stream=True, max_tokens=1900)) as response:
+def test_a_stream_whose_client_goes_away_frees_the_engine(
+    http: httpx.Client, metrics: Callable[[], str]
+) -> None:
+    eventually(lambda: running(metrics) == 0, "nothing else runs")
+    before = cancelled(metrics)
+    with http.stream("POST", CHAT, json=chat(**LASTING, stream=True)) as response:
         lines = response.iter_lines()
         next(lines)
 
-    eventually(lambda: running(http) == 0, "the engine has nothing left to run")
-    metrics = http.get("/metrics").text
-    assert 'reason="cancelled"' in metrics
+    eventually(lambda: cancelled(metrics) > before, "the engine ended the request")
+    eventually(lambda: running(metrics) == 0, "the engine has nothing left to run")
 
 
 def test_a_client_that_does_not_wait_for_the_answer_frees_the_engine(
-    service: LocalService, http: httpx.Client
+    service: LocalService, metrics: Callable[[], str]
 ) -> None:
-    def cancelled() -> float:
-        lines = http.get("/metrics").text.splitlines()
-        found = [x for x in lines if 'reason="cancelled"' in x and "engine_finished_total" in x]
-        return float(found[0].split()[-1]) if found else 0.0
+    choices = 8  # as many as run at once: looking takes a moment, by which they must not be done
+    body = json.dumps(chat(**LASTING, n=choices))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = service.base_url.removeprefix("http://").split(":")
+    eventually(lambda: running(metrics) == 0, "nothing else runs")
+    before = cancelled(metrics)
 
-    before = cancelled()
-    with (
-        httpx.Client(base_url=service.base_url, timeout=0.5) as hasty,
-        pytest.raises(httpx.ReadTimeout),
-    ):
-        hasty.post(CHAT, json=chat(max_tokens=1900))
+    with socket.create_connection((host, int(port)), timeout=60) as hasty:
+        hasty.sendall((head + body).encode())
+        eventually(lambda: running(metrics) == choices, "the engine works on the request")
 
-    eventually(lambda: cancelled() == before + 1, "the engine ended the request")
+    eventually(lambda: cancelled(metrics) >= before + choices, "the engine ended the request")
 
 
 def retries(http: httpx.Client) -> float:
-    lines = http.get("/metrics").text.splitlines()
-    return float(next(x for x in lines if x.startswith("rakv_replica_retries_total")).split()[-1])
+    return figure(http.get("/metrics").text, "rakv_replica_retries_total")
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
 def test_a_stream_outlives_its_replica(
     service: LocalService, http: httpx.Client, sampling: dict[str, Any]
 ) -> None:
-    fields = chat(max_tokens=600, **sampling)
+    # Without drafts, lest it is over before its replica is.
+    fields = chat(max_tokens=800, speculation="off", **sampling)
     whole = http.post(CHAT, json=fields).json()["choices"][0]["message"]["content"]
     (worker,) = workers(service)
     before = retries(http)
@@ -169,6 +183,28 @@ def asked_about_documents(service: LocalService) -> dict[str, Any]:
     return answer
 
 
+def kept_on_disk(service: LocalService) -> bool:
+    """Whether the prompt about the documents is. A write that the disk is late for is lost for
+    as long as RAM has the record: then it is computed and stored once more."""
+
+    def whole() -> bool:
+        chunks = operate("lookup").get("chunks")  # none while the shard cannot be reached
+        return bool(chunks) and all(chunk["nodes"] for chunk in chunks)
+
+    def operate(operation: str) -> dict[str, Any]:
+        fields = {name: chat(documents=DOCUMENTS)[name] for name in ("messages", "documents")}
+        url = f"{service.base_url}/v1/cache/{operation}"
+        answer: dict[str, Any] = httpx.post(url, json=fields, timeout=120.0).json()
+        return answer
+
+    with suppress(AssertionError):
+        eventually(whole, "every chunk is on the disk", timeout_s=10.0)
+        return True
+    operate("evict")
+    asked_about_documents(service)
+    return False
+
+
 def test_a_damaged_store_is_put_aside_and_the_new_one_outlives_the_service(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +216,7 @@ def test_a_damaged_store_is_put_aside_and_the_new_one_outlives_the_service(
 
     with served(arguments, tmp_path / "first.log") as service:
         first = asked_about_documents(service)
+        eventually(lambda: kept_on_disk(service), "the documents are on the disk", timeout_s=60.0)
     with served(arguments, tmp_path / "second.log") as service:
         second = asked_about_documents(service)
 
@@ -198,8 +235,10 @@ def test_an_unusable_store_folder_costs_the_disk_tier_only(
     arguments = flags(tiny_folder, tmp_path / "store")
 
     with served(arguments, tmp_path / "serve.log") as service:
-        asked_about_documents(service)
-        again = asked_about_documents(service)
+        first_where(
+            lambda: asked_about_documents(service),
+            lambda answer: answer["rakv"]["tokens"]["ram"] >= 1300,
+            "the documents are in RAM",
+        )
 
     assert (tmp_path / "serve.log").read_text().count("without the disk tier") == 1
-    assert again["rakv"]["tokens"]["ram"] >= 1300

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,8 @@ import yaml
 
 import rakv_cluster
 from rakv_cluster.cli.local_service import free_port
-from rakv_cluster.testing.waiting import eventually
+from rakv_cluster.testing.chats import cached_tokens, reusing
+from rakv_cluster.testing.waiting import eventually, first_where
 
 pytestmark = pytest.mark.cluster
 
@@ -44,27 +46,39 @@ def test_serve_run_starts_what_the_file_says(tiny_folder: Path, tmp_path: Path) 
             "documents": [{"id": "a", "text": "Alpha line.\n\n" * 60}],
         }  # fmt: skip
 
+        asked: list[httpx.Response] = []
+
+        def ask() -> dict[str, Any]:
+            asked.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120))
+            answer: dict[str, Any] = asked[-1].raise_for_status().json()
+            return answer
+
         def ready() -> bool:
             assert process.poll() is None, log.read_text()[-4000:]
             try:
-                return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
+                return httpx.get(f"{url}/readyz", timeout=30).status_code == 200
             except httpx.TransportError:
                 return False
 
         try:
             eventually(ready, "the service is ready", timeout_s=TIMEOUT_S)
-            first, again = (
-                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120) for _ in range(2)
+            again = reusing(ask)
+            # A part that is late is left out of a scrape, and of the dashboard's data.
+            first_where(
+                lambda: httpx.get(f"{url}/metrics", timeout=30).text,
+                lambda metrics: "rakv_replicas 1.0" in metrics,
+                "the replica has figures",
             )
-            metrics = httpx.get(f"{url}/metrics", timeout=30).text
-            dashboard = httpx.get(f"{url}/dashboard/data", timeout=30).json()
+            dashboard = first_where(
+                lambda: httpx.get(f"{url}/dashboard/data", timeout=30).json(),
+                lambda data: not data["missing"],
+                "the dashboard has all its data",
+            )
         finally:
             # Not SIGINT: where tests run in a shell's background it is ignored by all they start.
             process.terminate()
             process.wait(TIMEOUT_S)
 
-    assert (first.status_code, again.status_code) == (200, 200)
-    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
-    assert "rakv_replicas 1.0" in metrics
+    assert cached_tokens(again) > 500
     assert len(dashboard["shards"]) == 1
-    assert len(dashboard["recent"]) == 2
+    assert len(dashboard["recent"]) == min(len(asked), 20) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rakv_cluster.client.grpc import GrpcClient
 from rakv_cluster.errors import PermissionDenied, Unauthenticated
 from rakv_cluster.serving.keys import KeyTable, new_key, write_table
 from rakv_cluster.testing.processes import served
-from rakv_cluster.testing.waiting import eventually
+from rakv_cluster.testing.waiting import eventually, first_where
 
 pytestmark = pytest.mark.cluster
 
@@ -55,8 +56,8 @@ def service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_a_key_is_asked_for_on_both_surfaces(service: Service) -> None:
-    assert httpx.get(f"{service.url}/healthz").status_code == 200
-    assert httpx.get(f"{service.url}/metrics").status_code == 401
+    assert httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200
+    assert httpx.get(f"{service.url}/metrics", timeout=60).status_code == 401
     with Client(service.url) as http, pytest.raises(Unauthenticated):
         http.chat("q")
     with GrpcClient(service.target) as grpc, pytest.raises(Unauthenticated):
@@ -66,45 +67,76 @@ def test_a_key_is_asked_for_on_both_surfaces(service: Service) -> None:
 def test_both_surfaces_answer_alike_and_share_one_cache(service: Service) -> None:
     key = service.keys["alpha"]
     with Client(service.url, api_key=key) as http, GrpcClient(service.target, api_key=key) as grpc:
-        over_http = http.chat("q", documents=DOCUMENTS, temperature=0, max_tokens=8)
+        over_http = first_where(
+            lambda: http.chat("q", documents=DOCUMENTS, temperature=0, max_tokens=8),
+            lambda answer: answer.cached_tokens > 0.9 * answer.prompt_tokens,
+            "what is asked over HTTP is stored",
+        )
         over_grpc = grpc.chat("q", documents=DOCUMENTS, temperature=0, max_tokens=8)
 
     assert over_grpc.text == over_http.text
     assert over_grpc.cached_tokens > 0.9 * over_grpc.prompt_tokens
 
 
-def wait_until_stored(client: GrpcClient, documents: list[Document]) -> None:
-    """Writing to the disk happens behind the answer."""
-    eventually(
-        lambda: all(c.nodes for c in client.lookup("q", documents=documents).chunks),
-        "every chunk of the prompt is on the disk",
-    )
+def stored(client: GrpcClient, name: str) -> list[Document]:
+    """Documents that are on the disk, to which they are written behind the answer.
+
+    A write that the disk is late for is lost: then another text is tried. The first chunk, the
+    template's own text, is that of all prompts and may be on the disk or not.
+    """
+    for attempt in range(6):
+        documents = [Document(f"{name} {attempt}.\n\n" * 60, name)]
+        client.warm("q", documents=documents)
+        with suppress(AssertionError):
+            eventually(
+                lambda given=documents: all(
+                    chunk.nodes for chunk in client.lookup("q", documents=given).chunks[1:]
+                ),
+                "every chunk of the document is on the disk",
+                timeout_s=10.0,
+            )
+            return documents
+    raise AssertionError("no text reached the disk")
 
 
 def test_what_is_warmed_is_found_on_disk_pinned_and_removed(service: Service) -> None:
     with GrpcClient(service.target, api_key=service.keys["root"]) as root:
-        root.warm("q", documents=DOCUMENTS)
-        wait_until_stored(root, DOCUMENTS)
-        chunks = len(root.lookup("q", documents=DOCUMENTS).chunks)
-        assert root.pin("q", documents=DOCUMENTS, owner="t", ttl_s=60).pinned_chunks == chunks
-        assert root.unpin("q", documents=DOCUMENTS, owner="t").ended_pins == chunks
-        assert sum(s.records for s in root.stats().shards_by_node.values()) >= chunks
-        assert root.evict("q", documents=DOCUMENTS).removed_records >= chunks
-        assert root.lookup("q", documents=DOCUMENTS).stored_tokens == 0
+        documents = stored(root, "warmed")
+        least = len(root.lookup("q", documents=documents).chunks) - 1
+        pinned = root.pin("q", documents=documents, owner="t", ttl_s=600).pinned_chunks
+        assert least <= pinned <= least + 1
+        assert root.unpin("q", documents=documents, owner="t").ended_pins == pinned
+        shards = first_where(
+            lambda: root.stats().shards_by_node, bool, "the node's shard answers in time"
+        )
+        assert sum(shard.records for shard in shards.values()) >= least
+        assert root.evict("q", documents=documents).removed_records >= least
+        # Repeated: a request stores its last KV a moment after its answer.
+        eventually(
+            lambda: root.evict("q", documents=documents).removed_records == 0,
+            "nothing is left to remove",
+        )
+        assert root.lookup("q", documents=documents).stored_tokens == 0
+    url = f"{service.url}/v1/cache/stats"
     headers = {"Authorization": f"Bearer {service.keys['root']}"}
-    stats = httpx.get(f"{service.url}/v1/cache/stats", headers=headers, timeout=60).json()
-    assert len(stats["shards_by_node"]) == 1
+    first_where(
+        lambda: httpx.get(url, headers=headers, timeout=60).json()["shards_by_node"],
+        lambda shards: len(shards) == 1,
+        "it answers over HTTP, too",
+    )
 
 
 def test_tenants_share_nothing(service: Service) -> None:
-    documents = [Document("Gamma line.\n\n" * 60, "g")]
     with (
         GrpcClient(service.target, api_key=service.keys["alpha"]) as alpha,
         GrpcClient(service.target, api_key=service.keys["beta"]) as beta,
     ):
-        alpha.chat("q", documents=documents, max_tokens=1)
-        assert alpha.chat("q", documents=documents, max_tokens=1).cached_tokens > 0
-        wait_until_stored(alpha, documents)
+        documents = stored(alpha, "private")
+        first_where(
+            lambda: alpha.chat("q", documents=documents, max_tokens=1).cached_tokens,
+            bool,
+            "alpha reuses its own",
+        )
 
         assert beta.lookup("q", documents=documents).stored_tokens == 0
         assert beta.chat("q", documents=documents, max_tokens=1).cached_tokens == 0

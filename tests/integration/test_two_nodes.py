@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rakv_cluster
 from rakv_cluster.config import Settings
-from rakv_cluster.errors import BodyTooLarge, NotFound
+from rakv_cluster.errors import BodyTooLarge, NotFound, Unavailable
 from rakv_cluster.serving.document_registry import LeftDocument
 from rakv_cluster.serving.shared_documents import SharedDocuments
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.http_server import http_server
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app
+from rakv_cluster.testing.waiting import eventually
 
 # Workers on the nodes cannot import a test module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -71,7 +73,7 @@ def test_both_nodes_ask_and_rows_keep_their_answers(
     done = subprocess.run(
         [sys.executable, "examples/ask_from_every_node.py", str(tmp_path / "questions.jsonl"),
          str(tmp_path / "answers"), "--url", url],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=480, check=False,
         env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
@@ -111,6 +113,15 @@ def call(method: Any, *given: object) -> Any:
     return ray.get(method.remote(*given), timeout=120)
 
 
+def reached(door: Any) -> bool:
+    """Whether the registry answers: its process starts with the first call, which waits some
+    seconds for it."""
+    with suppress(Unavailable):
+        call(door.names, "t")
+        return True
+    return False
+
+
 @pytest.fixture
 def doors(cluster: Cluster) -> Iterator[list[Any]]:
     """One on each node."""
@@ -125,6 +136,7 @@ def test_a_text_left_at_one_door_is_known_at_the_other_and_outlives_the_first(
     doors: list[Any],
 ) -> None:
     first, second = doors
+    eventually(lambda: reached(first), "the registry has started", timeout_s=120.0)
     call(first.leave, "t", "a", "text")
     call(second.leave, "t", "b", "other")
 

@@ -14,7 +14,7 @@ GENERATED = ROOT / "rakv_cluster" / "rpc" / "v1"
 def test_regenerating_gives_the_same(tmp_path: Path) -> None:
     subprocess.run(
         [ROOT / "scripts" / "protos", tmp_path],
-        env=os.environ | {"PYTHON": sys.executable}, check=True, timeout=120,
+        env=os.environ | {"PYTHON": sys.executable}, check=True, timeout=300,
     )  # fmt: skip
 
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}

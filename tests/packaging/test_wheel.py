@@ -20,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "rakv_cluster"):
         (source / name).symlink_to(REPOSITORY / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=300)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -39,7 +39,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     result = subprocess.run(
         [sys.executable, "-m", "rakv_cluster.cli", "--version"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert wheel.name.split("-")[1] in result.stdout

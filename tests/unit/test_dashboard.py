@@ -176,7 +176,7 @@ def serve_and_render(app: FastAPI, folder: Path, asks: int = 0) -> str:
 
     with http_server(build) as url:
         for _ in range(asks):
-            httpx.post(f"{url}/v1/chat/completions", json=ASK).raise_for_status()
+            httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=60).raise_for_status()
         return rendered(f"{url}/dashboard", folder)
 
 

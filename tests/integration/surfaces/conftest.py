@@ -13,6 +13,7 @@ import pytest
 
 from rakv_cluster.cli.local_service import free_port
 from rakv_cluster.serving.keys import KeyTable, TenantLimits, new_key, write_table
+from rakv_cluster.testing import scrapes
 from rakv_cluster.testing.processes import served
 from rakv_cluster.testing.surfaces import GrpcSurface, HttpSurface, Surface
 from rakv_cluster.testing.tiny_models import (
@@ -56,12 +57,18 @@ class Cluster:
         folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
         return sorted(folder.glob(f"session_*_{self.pid}/logs/worker-*"))
 
+    def metrics(self) -> str:
+        """A scrape."""
+        headers = {"Authorization": f"Bearer {self.keys['root']}"}
+        return httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+
     def running(self) -> float:
         """Requests that the engine works on."""
-        headers = {"Authorization": f"Bearer {self.keys['root']}"}
-        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
-        (line,) = (x for x in text.splitlines() if x.startswith("rakv_engine_running{"))
-        return float(line.rsplit(" ", 1)[1])
+        return scrapes.running(self.metrics)
+
+    def cancelled(self) -> float:
+        """Requests that the engine ended because nobody waited for them any more."""
+        return scrapes.cancelled(self.metrics)
 
 
 @pytest.fixture(scope="package")

@@ -12,6 +12,7 @@ import pytest
 from rakv_cluster.client import AsyncClient
 from rakv_cluster.client.async_grpc import AsyncGrpcClient, AsyncGrpcStream
 from rakv_cluster.errors import DeadlineExceeded, Overloaded, RateLimited
+from rakv_cluster.testing.chats import LASTING
 from rakv_cluster.testing.surfaces import Piece, Surface
 from rakv_cluster.testing.waiting import eventually
 
@@ -49,7 +50,7 @@ def test_tokens_per_minute(surface: Surface, cluster: Cluster, views: ExitStack)
 
 def test_requests_at_once(surface: Surface, cluster: Cluster, views: ExitStack) -> None:
     single = view(surface, cluster, "single", views)
-    with single.stream(**chat(max_tokens=1900)) as events:
+    with single.stream(**chat(**LASTING, n=MAX_RUNNING)) as events:
         next(events)
         with pytest.raises(RateLimited, match="running"):
             single.ask(**chat(max_tokens=1))
@@ -93,35 +94,40 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(
 
 def test_leaving_a_stream_ends_the_work(surface: Surface, cluster: Cluster) -> None:
     eventually(lambda: cluster.running() == 0.0, "nothing else runs")
-    with surface.stream(**chat(max_tokens=1900)) as events:
+    before = cluster.cancelled()
+    with surface.stream(**chat(**LASTING)) as events:
         next(events)
-        assert cluster.running() == 1.0
 
+    eventually(lambda: cluster.cancelled() > before, "the engine has ended the request")
     eventually(lambda: cluster.running() == 0.0, "the engine has nothing left to run")
 
 
 def test_leaving_ends_the_work_of_all_choices(surface: Surface, cluster: Cluster) -> None:
-    with surface.stream(**chat(max_tokens=1900, n=4)) as events:
+    eventually(lambda: cluster.running() == 0.0, "nothing else runs")
+    before = cluster.cancelled()
+    with surface.stream(**chat(**LASTING, n=4)) as events:
         while next(events).index < 3:  # type: ignore[union-attr]  # a usage comes only at the end
             pass
 
+    eventually(lambda: cluster.cancelled() >= before + 4, "the engine has ended all four")
     eventually(lambda: cluster.running() == 0.0, "the engine has nothing left to run")
 
 
 def test_a_deadline_ends_the_work(surface: Surface, cluster: Cluster) -> None:
     with pytest.raises(DeadlineExceeded):
-        surface.ask(**chat(max_tokens=1900, timeout_s=0.5))
+        surface.ask(**chat(**LASTING, n=MAX_RUNNING, timeout_s=0.5))
 
     eventually(lambda: cluster.running() == 0.0, "the engine has nothing left to run")
 
 
-def test_a_deadline_ends_a_stream_with_an_error(surface: Surface) -> None:
+def test_a_deadline_ends_a_stream_with_an_error(surface: Surface, cluster: Cluster) -> None:
     pieces: list[Piece] = []
     with (
         pytest.raises(DeadlineExceeded),
-        surface.stream(**chat(max_tokens=1900, timeout_s=1.5)) as events,
+        surface.stream(**chat(**LASTING, n=MAX_RUNNING, timeout_s=1.5)) as events,
     ):
         pieces += (event for event in events if isinstance(event, Piece))
+    eventually(lambda: cluster.running() == 0.0, "the engine has nothing left to run")
 
 
 def test_32_at_once_each_get_their_own_answer(surface: Surface) -> None:
