@@ -19,6 +19,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # seventh of a core, with what it makes others do, from a model that decodes on the same ones. What
 # it finds out is up to a second old either way.
 os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+# The controller kills a proxy that is not ready after three times this, and with it the start of a
+# service: a busy machine needs more than Ray's 15 s. All that Serve waits for one are 60 s.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20")
 
 import ray
 from ray import serve

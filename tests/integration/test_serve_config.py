@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,11 @@ def test_serve_run_starts_what_the_file_says(tiny_folder: Path, tmp_path: Path) 
     }  # fmt: skip
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [Path(sys.prefix) / "bin" / "serve", "run", "-a", "local", tmp_path / "serve.yaml"]
+    # As of deploy/ray.env, which an operator sources first.
+    environment = os.environ | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20"}
     log = tmp_path / "serve.log"
     with log.open("wb") as output, subprocess.Popen(
-        command, stdout=output, stderr=output, cwd=tmp_path
+        command, stdout=output, stderr=output, cwd=tmp_path, env=environment
     ) as process:  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         body = {

@@ -86,6 +86,15 @@ def test_every_ray_command_of_a_cluster_has_the_token(name: str) -> None:
     assert 'RAY_AUTH_TOKEN_PATH="$HOME/rakv/ray-token"' in environment
 
 
+def test_serve_is_set_on_a_cluster_as_rakv_serve_sets_it() -> None:
+    source = (DEPLOY.parent / "rakv_cluster" / "serving" / "app.py").read_text()
+    environment = (DEPLOY / "ray.env").read_text()
+
+    ours = dict(re.findall(r'setdefault\("(RAY_SERVE_\w+)", "([^"]*)"\)', source))
+    exported = dict(re.findall(r"^export (RAY_SERVE_\w+)=(\S+)$", environment, re.MULTILINE))
+    assert ours == exported != {}
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_dashboard_of_a_cluster_can_be_reached_from_outside(name: str) -> None:
     text = (DEPLOY / name).read_text()
