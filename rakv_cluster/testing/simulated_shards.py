@@ -14,6 +14,7 @@ What a shard without a fault answers is the truth.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -52,6 +53,8 @@ class SimulatedShards:
         self.pins: set[tuple[str, bytes, str]] = set()
         self._clock = clock
         self._rng = rng
+        # Stores call from threads of their own, too.
+        self._lock = threading.Lock()
         self._leases = {node: LeaseTable(clock) for node in nodes}
 
     def hold(self, node: str, record: EncodedRecord) -> None:
@@ -61,11 +64,12 @@ class SimulatedShards:
             leases.fulfilled([record.key])
 
     def call(self, calls: Sequence[Call], timeout_s: float) -> list[Answer[object] | Failed]:
-        self.calls.extend(calls)
-        outcomes = [self._outcome(call) for call in calls]
-        if Failed(Failure.LATE) in outcomes:
-            self._clock.advance(timeout_s)
-        return outcomes
+        with self._lock:
+            self.calls.extend(calls)
+            outcomes = [self._outcome(call) for call in calls]
+            if Failed(Failure.LATE) in outcomes:
+                self._clock.advance(timeout_s)
+            return outcomes
 
     def _outcome(self, call: Call) -> Answer[object] | Failed:
         fault = self.faults.get(call.node, Fault.GONE)
