@@ -6,6 +6,7 @@ replica that was just sent these chunks will hold them), and the directory (whic
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rakv_cluster.routing.hot_set import HotSets, hash_rows
-from rakv_cluster.routing.predictions import Predictions
 from rakv_cluster.routing.score import Reach
 
 Holders = tuple[tuple[str, ...], ...]
@@ -39,20 +39,23 @@ class Locations:
         self._settings = settings
         self._nodes = np.asarray(nodes, dtype=np.str_)
         self._hot = HotSets(len(nodes))
-        self._predictions = Predictions(settings.max_predictions)
+        self._predicted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._rows: dict[tuple[str, ...], bytes] = {}
 
     @property
     def predictions(self) -> int:
         """Number of keys with a prediction."""
-        return len(self._predictions)
+        return len(self._predicted)
 
     def arranged(self, nodes: Sequence[str], sources: Sequence[int]) -> Locations:
         """The same for another list of replicas: each one's state is that of ``sources``, none
         where that is -1."""
         other = Locations(nodes, self._settings)
         other._hot = self._hot.arranged(sources)
-        other._predictions = self._predictions.arranged(sources)
+        places = {source: index for index, source in enumerate(sources) if source >= 0}
+        for key, (replica, until_s) in self._predicted.items():
+            if replica in places:
+                other._predicted[key] = (places[replica], until_s)
         return other
 
     def report(self, replica: int, hot: bytes) -> None:
@@ -61,7 +64,12 @@ class Locations:
 
     def predict(self, keys: Sequence[bytes], replica: int, done_s: float) -> None:
         """``replica`` will hold ``keys`` in RAM from ``done_s`` on, and until it reports."""
-        self._predictions.add(keys, replica, done_s + self._settings.prediction_ttl_s)
+        until_s = done_s + self._settings.prediction_ttl_s
+        for key in keys:
+            self._predicted[key] = (replica, until_s)
+            self._predicted.move_to_end(key)
+        while len(self._predicted) > self._settings.max_predictions:
+            self._predicted.popitem(last=False)
 
     def reach(self, keys: Sequence[bytes], holders: Holders, now_s: float) -> npt.NDArray[np.uint8]:
         """[R, len(keys)] of :class:`Reach`; ``holders`` may be shorter than ``keys``."""
@@ -72,7 +80,13 @@ class Locations:
         rows.append(bytes((len(keys) - len(rows)) * len(self._nodes)))
         reach = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(keys), -1)
         np.copyto(reach, _RAM, where=self._hot.lookup(hash_rows(keys)))
-        reach[self._predictions.holders(keys, now_s)] = _RAM
+        reach.ravel()[
+            [
+                chunk * len(self._nodes) + place[0]
+                for chunk, key in enumerate(keys)
+                if (place := self._predicted.get(key)) is not None and place[1] >= now_s
+            ]
+        ] = _RAM
         return reach.T
 
     def _stored(self, nodes: tuple[str, ...]) -> bytes:

@@ -135,19 +135,6 @@ def test_a_document_goes_back_to_its_replica_before_and_after_the_report() -> No
     assert router.route(request("q2")) == first
 
 
-def test_documents_behind_a_common_chunk_are_known_wherever_each_went() -> None:
-    router = Router()
-    asked = {
-        replica: request(replica, keys=(key_of("common"), *request(document=replica).keys[1:]))
-        for replica in "abc"
-    }
-    for replica, prompt in asked.items():
-        router.route(prompt, replica)
-    router.clock.advance(1.0)  # the work is done, nobody has reported
-    for replica, prompt in asked.items():
-        assert router.route(prompt) == replica
-
-
 def test_predictions_end() -> None:
     router = Router()
     router.route(request("q0"))
