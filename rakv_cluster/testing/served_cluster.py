@@ -26,7 +26,7 @@ from rakv_cluster.testing.scrapes import scrape
 from rakv_cluster.testing.waiting import eventually
 
 HOST = "127.0.0.1"
-_START_S = 240.0
+_START_S = 480.0
 _TAKEN = re.compile(r'^rakv_engine_requests_total\{replica="([^"]*)"\} (\S+)', re.MULTILINE)
 _NODE_FAILURES = {
     "health_check_initial_delay_ms": 1000,
