@@ -312,10 +312,12 @@ def test_random_mixes_with_cancels_preemptions_and_a_faulty_store(
     subject: Subject, serve: Serve, part: int
 ) -> None:
     for seed in range(part, subject.mixes, PARTS):
-        run_mix(subject, serve, random.Random(seed), random.Random(seed + 100))
+        assert_mix_is_exact(subject, serve, random.Random(seed), random.Random(seed + 100))
 
 
-def run_mix(subject: Subject, serve: Serve, rng: random.Random, faults: random.Random) -> None:
+def assert_mix_is_exact(
+    subject: Subject, serve: Serve, rng: random.Random, faults: random.Random
+) -> None:
     """Six requests at random moments, little memory, a store that fails every other call."""
     store = FaultyStore(
         MemoryStore(1 << 26, SystemClock()),

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rakv_cluster.cli.main import app
+from rakv_cluster.testing.scrapes import figure
 from rakv_cluster.testing.served_cluster import ServedCluster, served_cluster
 from rakv_cluster.testing.traffic import traffic
 from rakv_cluster.testing.waiting import eventually
@@ -57,13 +58,6 @@ def body(document: str, **fields: Any) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
     } | fields
-
-
-def unreachable(scraped: str) -> float:
-    """How many replicas a scrape says did not answer."""
-    found = re.search(r"^rakv_replicas_unreachable\{[^}]*\} (\S+)", scraped, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
 
 
 def explained(http: httpx.Client, document: str) -> dict[str, Any]:
@@ -151,8 +145,9 @@ def test_a_replica_that_hangs_hides_no_other_from_a_scrape(
 ) -> None:
     def answering() -> tuple[int, float]:
         scraped = http.get("/metrics").text
+        assert "\nrakv_replicas_unreachable{" in scraped
         shown = set(re.findall(r'rakv_engine_running\{replica="([^"]*)"', scraped))
-        return len(shown), unreachable(scraped)
+        return len(shown), figure(scraped, "rakv_replicas_unreachable")
 
     hung = service.workers()[0]
     os.kill(hung, signal.SIGSTOP)

@@ -80,7 +80,7 @@ async def served() -> AsyncIterator[Served]:
     await served.http.aclose()
 
 
-async def refused(response: httpx.Response, status: int, param: str | None) -> str:
+async def assert_refused(response: httpx.Response, status: int, param: str | None) -> str:
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param
     return str(response.json()["error"]["message"])
@@ -144,7 +144,7 @@ async def test_a_node_is_drained_before_it_is_removed(served: Served) -> None:
 async def test_a_drain_with_a_wrong_field_names_it(
     served: Served, body: dict[str, Any], field: str
 ) -> None:
-    await refused(await served.post("/v1/cache/drain", body), 400, field)
+    await assert_refused(await served.post("/v1/cache/drain", body), 400, field)
 
 
 async def test_operations_need_the_admin_scope(tmp_path: Path) -> None:
@@ -217,14 +217,14 @@ async def test_a_store_that_cannot_be_reached_is_503() -> None:
 async def test_bad_bodies_name_the_field(
     path: str, body: dict[str, Any], param: str, served: Served
 ) -> None:
-    await refused(await served.post(path, body), 400, param)
+    await assert_refused(await served.post(path, body), 400, param)
 
 
 async def test_bodies_are_bounded_everywhere(served: Served) -> None:
     paths = ["warm", "lookup", "pin", "unpin", "evict"]
     for path in [f"/v1/cache/{name}" for name in paths] + ["/tokenize", "/detokenize"]:
         response = await served.http.post(path, content=b" " * 200_000)
-        await refused(response, 413, "body")
+        await assert_refused(response, 413, "body")
 
 
 # --- tokens
@@ -285,7 +285,7 @@ async def test_an_echoed_prompt_of_ids_is_its_text(served: Served) -> None:
 async def test_ids_that_are_none_are_refused(
     body: dict[str, Any], param: str, served: Served
 ) -> None:
-    await refused(await served.post("/v1/completions", body), 400, param)
+    await assert_refused(await served.post("/v1/completions", body), 400, param)
 
 
 async def test_the_description_names_every_endpoint(served: Served) -> None:

@@ -134,7 +134,12 @@ def test_a_serve_file_has_no_key_that_serve_would_ignore(name: str, config: dict
 
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "PodDisruptionBudget"])
 def test_a_core_object_follows_kubernetes_schema(kind: str) -> None:
-    kubernetes_validate.validate(kuberay()[kind], KUBERNETES, strict=True)
+    declared = kuberay()[kind]
+    kubernetes_validate.validate(declared, KUBERNETES, strict=True)
+
+    declared["spec"]["podSelecter"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(declared, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["head", "worker"])
