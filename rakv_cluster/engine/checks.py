@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rakv_cluster.engine.sequence import Phase, Sequence
+from rakv_cluster.kv.buffer import BufferPool
 
 
 def check_state(
     waiting: list[Sequence],
     active: dict[int, Sequence],
     open_requests: dict[str, Sequence],
-    leased_bytes: int,
-    budget_bytes: int,
+    pool: BufferPool,
 ) -> None:
     """Raise ``AssertionError`` naming the first invariant that is broken.
 
@@ -18,12 +18,12 @@ def check_state(
     of active ones, each its own, and within budget; lengths fit capacities and leave at least one
     token to compute; who waits for something has what it waits for.
     """
-    _require(leased_bytes <= budget_bytes, "leases are within budget")
+    _require(pool.leased_bytes <= pool.budget_bytes, "leases are within budget")
     places = [each.request.request_id for each in [*waiting, *active.values()]]
     _require(sorted(places) == sorted(open_requests), "a request is in exactly one place")
     buffers = [each.buffer for each in active.values() if each.buffer is not None]
     _require(len({id(buffer.data) for buffer in buffers}) == len(active), "one buffer each")
-    _require(leased_bytes == sum(each.nbytes for each in buffers), "no lease is lost")
+    _require(pool.leased_bytes == sum(each.nbytes for each in buffers), "no lease is lost")
     for sequence in waiting:
         _require(sequence.phase is Phase.WAITING, "queued sequences wait")
         _require(sequence.buffer is None, "waiting sequences hold no memory")

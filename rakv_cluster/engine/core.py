@@ -191,13 +191,13 @@ class EngineCore:
         for sequence in list(self._open.values()):
             if sequence.deadline_s <= now_s:
                 self._end(sequence.request.request_id, FinishReason.DEADLINE)
-        advanced = self._prefixes.poll(self._active.values())
+        advanced = self._poll()
         if self._admit():
             advanced = True
             if any(each.phase is Phase.LOADING for each in self._active.values()):
                 # A search that finds nothing, or little, is over soon and joins this very step.
                 self._wait(_LOAD_GRACE_S)
-                self._prefixes.poll(self._active.values())
+                self._poll()
         self._grow()
         shares = self._plan()
         if shares:
@@ -214,13 +214,7 @@ class EngineCore:
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state between two steps is not as it must be."""
-        check_state(
-            self._waiting,
-            self._active,
-            self._open,
-            self._pool.leased_bytes,
-            self._pool.budget_bytes,
-        )
+        check_state(self._waiting, self._active, self._open, self._pool)
 
     def settle(self, keys: Collection[bytes]) -> None:
         """Wait for writes of ``keys`` (see :meth:`Saver.settle`); any thread but the engine's."""
@@ -244,6 +238,13 @@ class EngineCore:
         )
 
     # --- admission and memory
+
+    def _poll(self) -> bool:
+        """Advance loads and joins; whether any was. Who has no memory to go on waits for it."""
+        polled = self._prefixes.poll(self._active.values())
+        for sequence in polled.displaced:
+            self._put_back(sequence, kept_tokens=0)
+        return polled.advanced
 
     def _admit(self) -> bool:
         admitted = False
@@ -312,11 +313,15 @@ class EngineCore:
         ]
         victim = self._active[choose_victim(movable, needy.arrival)]
         self._keeper.keep_rest(victim, self._costs.view(self._clock.monotonic_s()))
-        self._prefixes.give_up_claims(victim, kept_tokens=victim.length)
-        self._leave(victim)
-        victim.phase = Phase.WAITING
-        victim.preempted = True
-        self._waiting.append(victim)
+        self._put_back(victim, kept_tokens=victim.length)
+
+    def _put_back(self, sequence: Sequence, *, kept_tokens: int) -> None:
+        """Free what an active sequence holds; it is the next to be admitted again."""
+        self._prefixes.give_up_claims(sequence, kept_tokens=kept_tokens)
+        self._leave(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.preempted = True
+        self._waiting.append(sequence)
         self._counters.preemptions += 1
 
     def _leave(self, sequence: Sequence, *, poisoned: bool = False) -> None:

@@ -10,7 +10,7 @@ copies and polls here, it never blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rakv_cluster.clock import Clock
 from rakv_cluster.engine.keeping import Keeper
@@ -40,6 +40,15 @@ _SHORTEST_DEADLINE_S = 0.25
 
 _WATCHED_SHARE = 0.5
 """Watching the question takes some thousandths of computing so much of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """Whether any wait ``advanced``; ``displaced`` are loading, were given up, and have no memory
+    to go on in: they are to leave."""
+
+    advanced: bool
+    displaced: tuple[Sequence, ...]
 
 
 class Prefixes:
@@ -112,22 +121,26 @@ class Prefixes:
         if donor.sequence.length >= donor.tokens:
             self._take_share(sequence)
 
-    def poll(self, sequences: Iterable[Sequence]) -> bool:
-        """Advance sequences whose wait is over; whether any was."""
+    def poll(self, sequences: Iterable[Sequence]) -> Polled:
+        """Advance sequences whose wait is over."""
         now_s = self._clock.monotonic_s()
         advanced = False
+        displaced: list[Sequence] = []
         for sequence in list(sequences):
             waited_s = now_s - sequence.waiting_since_s
             if sequence.phase is Phase.JOINING:
                 advanced |= self._poll_join(sequence, waited_s)
             elif sequence.phase is Phase.LOADING:
-                advanced |= self._poll_load(sequence, waited_s)
+                try:
+                    advanced |= self._poll_load(sequence, waited_s)
+                except MemoryError:
+                    displaced.append(sequence)
             elif sequence.phase is Phase.AWAITING and waited_s >= self._settings.flight.poll_s:
                 self._load(sequence)
                 advanced = True
             elif sequence.phase is Phase.RUNNING and now_s >= sequence.renew_at_s:
                 self._renew_claims(sequence, now_s)
-        return advanced
+        return Polled(advanced or bool(displaced), tuple(displaced))
 
     def next_deadline_s(self, sequence: Sequence) -> float:
         """When a waiting sequence has to be looked at even if nothing happens."""
@@ -292,7 +305,8 @@ class Prefixes:
         return min(self._settings.load_deadline_s, max(compute_s, _SHORTEST_DEADLINE_S))
 
     def _abandon_load(self, sequence: Sequence, job: LoadJob) -> None:
-        """Go on without the rest of a load, in another buffer."""
+        """Go on without the rest of a load, in another buffer; raises ``MemoryError``, with the
+        load where it was, if there is none."""
         now_s = self._clock.monotonic_s()
         self._counters.load_timeouts += 1
         self._store_paused_until_s = now_s + self._settings.load_deadline_s
@@ -301,9 +315,8 @@ class Prefixes:
         old = sequence.buffer
         if old is None:
             raise AssertionError("a loading sequence has a buffer")
+        new = self._pool.replace(old)
         state = job.abandon()
-        self._pool.discard(old)
-        new = self._pool.lease(old.capacity)
         new.slots(0, state.tokens).copy_(old.slots(0, state.tokens))
         sequence.buffer = new
         self._finish_load(sequence, job, state)

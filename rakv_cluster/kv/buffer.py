@@ -121,6 +121,20 @@ class BufferPool:
         """
         self._leased_bytes -= self._leased.pop(id(buffer))
 
+    def replace(self, buffer: KvBuffer) -> KvBuffer:
+        """Another lease of that size for one that ends as by :meth:`discard`.
+
+        Raises ``KeyError`` like it, and ``MemoryError``, with nothing changed, where the device has
+        no memory for another.
+        """
+        self.discard(buffer)
+        try:
+            return self.lease(buffer.capacity)
+        except MemoryError:
+            self._leased[id(buffer)] = buffer.nbytes
+            self._leased_bytes += buffer.nbytes
+            raise
+
     def _rounded(self, tokens: int) -> int:
         return -(-max(tokens, 1) // self._granule_tokens) * self._granule_tokens
 

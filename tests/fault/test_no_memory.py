@@ -13,13 +13,14 @@ from rakv_cluster.kv.layout import KvLayout
 from rakv_cluster.kv.transfer import HOST_TRANSFER
 from rakv_cluster.reuse.saver import Saver
 from rakv_cluster.reuse.selection import unknown
+from rakv_cluster.reuse.workers import Workers
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import NAMESPACE, EngineHarness
 from rakv_cluster.testing.fake_runner import FakeRunner
-from rakv_cluster.testing.workers import InlineWorkers
-from rakv_cluster.types import FinishReason
+from rakv_cluster.testing.workers import InlineWorkers, ManualWorkers
+from rakv_cluster.types import FinishReason, ReuseMode
 
 
 def test_a_copy_that_there_is_no_memory_for_is_dropped_and_counted() -> None:
@@ -88,11 +89,13 @@ def ids(seed: int, count: int) -> list[int]:
     return [(seed * 31 + index * index * 7 + index) % 64 for index in range(count)]
 
 
-def engine_on(device: Device) -> EngineHarness:
+def engine_on(device: Device, loaders: Workers | None = None) -> EngineHarness:
     settings = EngineSettings(
         kv_budget_bytes=1 << 20, max_step_tokens=64, max_running=4, growth_tokens=1
     )
-    return EngineHarness(RunnerOn(device), NullStore(), ManualClock(), settings=settings)
+    return EngineHarness(
+        RunnerOn(device), NullStore(), ManualClock(), settings=settings, loaders=loaders
+    )
 
 
 def pool_on(device: Device) -> BufferPool:
@@ -130,6 +133,67 @@ def test_one_that_cannot_grow_makes_room_and_goes_on_when_there_is_memory() -> N
 
     assert other.token_ids == FakeRunner().generate(ids(1, 9), 150)
     assert growing.token_ids == FakeRunner().generate(ids(2, 230), 60)
+
+
+@pytest.fixture
+def hanging() -> ManualWorkers:
+    """Loads that are begun and never go on."""
+    return ManualWorkers()
+
+
+def give_up_loads(engine: EngineHarness) -> None:
+    engine.clock.advance(EngineSettings().load_deadline_s)
+
+
+def test_a_load_given_up_without_memory_for_another_buffer_ends_its_request_alone(
+    hanging: ManualWorkers,
+) -> None:
+    device = Device(slots=256)
+    engine = engine_on(device, hanging)
+    stuck = engine.ask(engine.prompt(ids(1, 200)), 20)
+    engine.step()
+    device.slots = 0
+
+    give_up_loads(engine)
+    engine.run(stuck)
+    device.slots = 256
+    later = engine.ask(engine.prompt(ids(2, 9)), 5)
+    engine.run(later)
+
+    assert stuck.finish is FinishReason.NO_MEMORY
+    assert later.token_ids == FakeRunner().generate(ids(2, 9), 5)
+    assert engine.core.stats().counters.load_timeouts == 1
+
+
+def test_it_waits_for_what_others_have(hanging: ManualWorkers) -> None:
+    device = Device(slots=256)
+    engine = engine_on(device, hanging)
+    other = engine.ask(engine.prompt(ids(1, 9)), 20, reuse=ReuseMode.OFF)
+    stuck = engine.ask(engine.prompt(ids(2, 200)), 20)
+    joined = engine.ask(engine.prompt(ids(2, 200)), 10)
+    engine.step()
+    device.slots = 0
+
+    give_up_loads(engine)
+    engine.run(other, stuck, joined)
+
+    assert other.token_ids == FakeRunner().generate(ids(1, 9), 20)
+    assert stuck.token_ids == FakeRunner().generate(ids(2, 200), 20)
+    assert joined.token_ids == FakeRunner().generate(ids(2, 200), 10)
+    assert engine.core.stats().counters.load_timeouts == 1
+
+
+def test_a_lease_that_cannot_be_replaced_stays() -> None:
+    device = Device(slots=4)
+    pool = pool_on(device)
+    buffer = pool.lease(4)
+    device.slots = 0
+
+    with pytest.raises(MemoryError):
+        pool.replace(buffer)
+    pool.release(buffer)
+
+    assert (pool.leased_bytes, pool.spare_bytes) == (0, buffer.nbytes)
 
 
 def test_spares_are_given_up_before_a_lease_fails() -> None:
