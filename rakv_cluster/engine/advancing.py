@@ -24,6 +24,7 @@ from rakv_cluster.engine.stats import Counters
 from rakv_cluster.engine.stepper import Computed, Stepper
 from rakv_cluster.model.sampling import Choice
 from rakv_cluster.speculation.verification import Verdict
+from rakv_cluster.types import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +135,13 @@ class Advancer:
         else:
             sequence.blocks[len(part.drafts), verdict.accepted] += 1
         taken = choices[: verdict.emitted]
-        for choice in taken:
-            sequence.append(choice.token_id)
+        stopped = sequence.take([choice.token_id for choice in taken])
+        finish = FinishReason.STOP if stopped else verdict.finish
         self._counters.output_tokens += verdict.emitted
         delivered = self._emitter.emit(
-            sequence, taken=taken, finish=verdict.finish, stop_token_id=verdict.stop_token_id
+            sequence, taken=taken, finish=finish, stop_token_id=verdict.stop_token_id
         )
-        if verdict.finish is not None or not delivered:
+        if finish is not None or not delivered:
             return True
         if starts:
             self._drafting.begin(sequence)

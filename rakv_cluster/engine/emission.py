@@ -32,8 +32,7 @@ class Emitter:
         error: str = "",
     ) -> bool:
         """Send one event, with the tokens of ``taken`` if any; False if the sink is broken."""
-        last = finish is not None
-        wants_stats = last or not sequence.stats_sent or sequence.request.running_account
+        wants_stats = finish is not None or not sequence.stats_sent
         sequence.stats_sent = True
         event = EngineEvent(
             request_id=sequence.request.request_id,
@@ -45,7 +44,7 @@ class Emitter:
             ),
             finish=finish,
             stop_token_id=stop_token_id,
-            stats=sequence.stats(self._clock.monotonic_s(), last=last) if wants_stats else None,
+            stats=sequence.stats(self._clock.monotonic_s()) if wants_stats else None,
             error=error,
         )
         if finish is not None:

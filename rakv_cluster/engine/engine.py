@@ -14,6 +14,7 @@ from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.sequence import Sequence, Sink
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.stats import EngineStats
+from rakv_cluster.engine.text import NO_BYTES, TextStream, TokenBytes
 from rakv_cluster.errors import InvalidRequest, Overloaded, Unavailable
 from rakv_cluster.model.grammar import Grammars, no_grammars
 from rakv_cluster.model.step import Runner
@@ -57,9 +58,12 @@ class Engine:
         flight: SingleFlight = NO_FLIGHT,
         blending: BlendSupport = NO_BLENDING,
         grammars: Grammars = no_grammars,
+        token_bytes: TokenBytes = NO_BYTES,
     ) -> None:
+        """``token_bytes`` is what stop strings are found by."""
         self._settings = settings
         self._grammars = grammars
+        self._token_bytes = token_bytes
         self._clock = clock
         self._loaders = ThreadWorkers(
             "rakv-load",
@@ -125,6 +129,8 @@ class Engine:
             for token_id in request.forced_ids:
                 mask.accept(token_id)
             sequence.rule.restrict(mask)
+        if request.stops:
+            sequence.text = self._text(request)
         with self._lock:
             if self._stopping or self._broken:
                 raise Unavailable(self._broken or "the engine is stopping", retry_after_s=1.0)
@@ -173,6 +179,13 @@ class Engine:
     def healthy(self) -> bool:
         """Whether the thread runs and forwards succeed."""
         return self._thread.is_alive() and not self._broken and self._core.healthy
+
+    def _text(self, request: EngineRequest) -> TextStream:
+        """The request's text so far, in which its stop strings are sought."""
+        text = TextStream(self._token_bytes, stops=request.stops, min_tokens=request.min_tokens)
+        if text.push(request.forced_ids).stop:
+            raise InvalidRequest("a stop string is in the forced tokens", field="forced_ids")
+        return text
 
     def _retry_after_s(self) -> float:
         """About the time to compute the prompts that wait to be taken in."""

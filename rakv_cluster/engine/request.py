@@ -20,9 +20,10 @@ from rakv_cluster.types import (
 class EngineRequest:
     """One sequence to generate (``n`` choices are ``n`` requests with other ``choice_index``).
 
-    ``stop_token_ids`` end generation and are not part of the text (empty under ``ignore_eos``);
-    stop *strings* are the ingress's business, which cancels: where there are any it asks for a
-    ``running_account``, that is ``stats`` with every event, as none it reads need be the last.
+    ``stop_token_ids`` end generation and are not part of the text (empty under ``ignore_eos``).
+    ``stops`` are strings that end it where the text has come to one; its tokens are emitted, and
+    with them those that were verified in the same step. To show no part of it is the reader's
+    business.
     ``forced_ids`` were already sent to the client by a replica that died: they are prefilled as
     output, not emitted again.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
@@ -39,6 +40,7 @@ class EngineRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
     reuse: ReuseMode = ReuseMode.EXACT
     blend: BlendWish = BlendWish()  # noqa: RUF009  # frozen
     top_logprobs: int = -1
@@ -49,7 +51,6 @@ class EngineRequest:
     speculation: SpeculationMode = "auto"
     grammar: str = ""
     trace_id: str = ""
-    running_account: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class RequestStats:
     Durations are on the engine's clock: ``queue_ms`` until the first work, ``load_ms`` in the
     store, ``prefill_ms`` from the first forward to the first token, ``decode_ms`` from there on.
     ``blocks`` are the steps behind the first token by drafts and acceptance; ``trace`` is each of
-    them that could have drafted, where the request asked for it; only with the last event.
+    them that could have drafted, where the request asked for it.
     ``text_drafts`` were found in the text so far, ``model_drafts`` made by a draft model.
     """
 
@@ -143,9 +144,8 @@ class RequestStats:
 class EngineEvent:
     """New tokens of one request, at most one event per step.
 
-    ``finish`` is set on a request's last event, and ``stats`` on its first and last, or on all if
-    the request asked for that. A stop token that ended the request is not in ``token_ids``;
-    ``stop_token_id`` carries it (-1 if none).
+    ``finish`` is set on a request's last event, and ``stats`` on its first and last. A stop token
+    that ended the request is not in ``token_ids``; ``stop_token_id`` carries it (-1 if none).
     """
 
     request_id: str

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
+from rakv_cluster.engine.text import TextStream
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.model.step import Runner
@@ -49,6 +51,7 @@ class Sequence:
 
     ``chunked`` covers ``ids`` up to a recent point; its chunks from index ``next_save`` on are not
     offered to the store yet, and those from ``prompt_chunks`` on hold generated tokens.
+    ``text`` follows the output where a stop string may end it.
     ``blocks`` counts decode steps by (drafts checked, drafts accepted). The KV of the
     first ``one_by_one`` generated tokens is as lone one-token steps make it; while ``replaying``
     the rest becomes so.
@@ -91,6 +94,7 @@ class Sequence:
     first_token_s: float = -1.0
     stats_sent: bool = False
     speculation: Speculation | None = None
+    text: TextStream | None = None
     blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
     one_by_one: int = 0
     replaying: bool = False
@@ -225,11 +229,13 @@ class Sequence:
         """Prompt, forced and generated tokens: a view."""
         return self.ids[: self.count]
 
-    def append(self, token_id: int) -> None:
-        """Take a chosen token into the output."""
-        self.ids[self.count] = token_id
-        self.count += 1
-        self.rule.accept(token_id)
+    def take(self, token_ids: Many[int]) -> bool:
+        """Take chosen tokens into the output; whether its text has come to a stop string."""
+        for token_id in token_ids:
+            self.ids[self.count] = token_id
+            self.count += 1
+            self.rule.accept(token_id)
+        return self.text is not None and bool(self.text.push(token_ids).stop)
 
     def restart_reuse(self) -> None:
         """Forget where prompt tokens came from: they are found or computed again.
@@ -264,8 +270,8 @@ class Sequence:
         """Prompt tokens reused from a disk, this node's or another's."""
         return sum(tokens for tier, tokens in self.reused.items() if tier is not Tier.RAM)
 
-    def stats(self, now_s: float, *, last: bool) -> RequestStats:
-        """Accounting as of ``now_s``; with the steps' trace if it is the ``last``."""
+    def stats(self, now_s: float) -> RequestStats:
+        """Accounting as of ``now_s``."""
         ram, disk = self.reused.get(Tier.RAM, 0), self.disk_tokens
         queued_until = self.admitted_s if self.admitted_s >= 0 else now_s
         forward = self.first_forward_s
@@ -292,7 +298,7 @@ class Sequence:
                 VerifiedBlocks(drafted, accepted, steps)
                 for (drafted, accepted), steps in sorted(self.blocks.items())
             ),
-            trace=tuple(speculation.trace) if speculation is not None and last else (),
+            trace=tuple(speculation.trace) if speculation is not None else (),
             text_drafts=speculation.text_drafts if speculation is not None else 0,
             model_drafts=speculation.model_drafts if speculation is not None else 0,
         )

@@ -73,6 +73,10 @@ class TokenBytes:
         return cls(pieces)
 
 
+NO_BYTES = TokenBytes(())
+"""Of a vocabulary whose text nobody reads: no token stands for any."""
+
+
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
     if decoder is None:
         return set()

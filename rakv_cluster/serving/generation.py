@@ -18,10 +18,9 @@ from rakv_cluster.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to generate and how its text ends."""
+    """One of the texts to generate."""
 
     request: EngineRequest
-    stops: tuple[str, ...]
 
     @property
     def index(self) -> int:
@@ -77,7 +76,7 @@ async def run_choice(
     :class:`Unavailable` (no memory) when the engine ended the request for that.
     """
     request = choice.request
-    text = TextStream(token_bytes, stops=choice.stops, min_tokens=request.min_tokens)
+    text = TextStream(token_bytes, stops=request.stops, min_tokens=request.min_tokens)
     window = _LogprobWindow()
     output_tokens = 0
     stats = RequestStats()

@@ -13,6 +13,7 @@ from rakv_cluster.config import Settings
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import ConfigError, Unavailable, UnsupportedModel
 from rakv_cluster.logs import REQUEST_ID, fields
 from rakv_cluster.model.card import ModelCard
@@ -95,6 +96,7 @@ class Replica:
             idle_measurement(model, lambda: self._engine.idle_runner, settings.calibration_prompts),
             prompts=settings.calibration_prompts,
         )
+        tokenizer_json = model.tokenizer.backend_tokenizer.to_str()
         self._engine = Engine(
             model.runner,
             store,
@@ -108,10 +110,9 @@ class Replica:
             flight=flight,
             blending=_blending(model, settings, calibrator),
             grammars=TokenizerGrammars(
-                model.tokenizer.backend_tokenizer.to_str(),
-                model.runner.vocab_size,
-                model.card.eos_token_ids,
+                tokenizer_json, model.runner.vocab_size, model.card.eos_token_ids
             ),
+            token_bytes=TokenBytes.from_json(tokenizer_json),
         )
         self._reporter = RoutingReporter(
             self._engine,

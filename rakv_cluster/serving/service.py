@@ -152,9 +152,8 @@ class Service:
                     speculation=request.speculation or self.settings.default_speculation,
                     grammar=grammar,
                     trace_id=REQUEST_ID.get(),
-                    running_account=bool(request.stop),
-                ),
-                tuple(request.stop),
+                    stops=tuple(request.stop),
+                )
             )
             for index in range(request.n)
         )

@@ -43,6 +43,22 @@ def test_pace_is_learned_by_kind_of_work(local: LocalService, http: httpx.Client
     assert report.hold_ms > 0
 
 
+def test_what_a_stop_string_ends_is_learned_from_too(
+    start_local: StartLocal, http: httpx.Client
+) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+    text = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    other = start_local()
+
+    answer = httpx.post(f"{other.url}/v1/completions", json={**asked, "stop": text[16:20]}).json()
+
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] > 8  # of fewer no pace is learned
+    report = other.replica.routing_report()
+    assert set(report.pace) == {"completions/"}
+    assert report.hold_ms > 0
+
+
 def test_loads_cost_the_router_what_they_cost_the_planner(start_local: StartLocal) -> None:
     priced = start_local(price_loads=True).replica.routing_report()
     unpriced = start_local(price_loads=False).replica.routing_report()

@@ -140,17 +140,6 @@ def test_a_stop_token_ends_the_request_and_is_not_emitted(
     assert answer.events[-1].stop_token_id == stop
 
 
-def test_a_running_account_comes_with_every_event(plain: EngineHarness) -> None:
-    answer = plain.ask(plain.prompt(ids(1, 9)), 6, running_account=True)
-    plain.run(answer)
-
-    accounts = [event.stats for event in answer.events if event.stats is not None]
-    assert [account.output_tokens for account in accounts] == [1, 2, 3, 4, 5, 6]
-    assert [sum(account.steps_by_drafts.values()) for account in accounts] == [0, 1, 2, 3, 4, 5]
-    spent_ms = [account.decode_ms for account in accounts]
-    assert spent_ms == sorted(set(spent_ms))
-
-
 def test_min_tokens_bans_stop_tokens_until_then(runner: FakeRunner, plain: EngineHarness) -> None:
     stop = runner.generate(ids(1, 9), 1)[0]
 
