@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from random import SystemRandom
 
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.config import Settings
+from rakv_cluster.errors import Unavailable
 from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import load_tokenizer
@@ -26,7 +27,6 @@ from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.cache_api import CacheApi
 from rakv_cluster.serving.dashboard import add_dashboard
 from rakv_cluster.serving.document_api import add_document_routes
-from rakv_cluster.serving.document_registry import Documents
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.handles import HandleBackend, nowhere
@@ -39,6 +39,8 @@ from rakv_cluster.serving.shared_documents import SharedDocuments
 from rakv_cluster.serving.stores import cluster_store_settings, open_admin
 from rakv_cluster.serving.tracing import open_tracer
 from rakv_cluster.telemetry import ServiceMetrics
+
+log = logging.getLogger("ray.serve")
 
 
 @serve.ingress()
@@ -65,19 +67,23 @@ class Ingress:
         backend = AuditedBackend(failover, self._metrics)
         source = resolve(settings.model, settings.cache_path)
         tokenizer = await asyncio.to_thread(load_tokenizer, source)
-        renderer, cuts = await asyncio.gather(
+        documents = _shared_documents(settings)
+        # While replicas load the model: none of these makes the start longer.
+        renderer, cuts, card, _ = await asyncio.gather(
             asyncio.to_thread(PromptRenderer, tokenizer),
             asyncio.to_thread(CutTable.from_tokenizer, tokenizer),
+            backend.describe(),
+            _started(documents),
         )
         self._service = Service(
             settings=settings,
             backend=backend,
-            card=await backend.describe(),
+            card=card,
             renderer=renderer,
             cuts=cuts,
             clock=clock,
             seeds=SystemRandom(),
-            documents=_shared_documents(settings),
+            documents=lambda _: documents,
             tracer=open_tracer(settings.otlp_endpoint, "rakv"),
             on_disk=lambda key: bool(holders([key])),
             ended=lengths.observe,
@@ -104,9 +110,19 @@ class Ingress:
         return app
 
 
-def _shared_documents(settings: Settings) -> Callable[[int], Documents]:
+def _shared_documents(settings: Settings) -> SharedDocuments:
     store = cluster_store_settings(settings)
-    return partial(SharedDocuments, service=store.service, namespace=store.namespace)
+    return SharedDocuments(
+        int(settings.documents_budget_bytes), service=store.service, namespace=store.namespace
+    )
+
+
+async def _started(documents: SharedDocuments) -> None:
+    """The registry answers, or the service starts without: it is asked again with each request."""
+    try:
+        await documents.start()
+    except Unavailable as error:
+        log.warning("the service starts all the same: %s", error.message)
 
 
 def _follow_directory(settings: Settings, clock: Clock) -> Callable[[Sequence[bytes]], Holders]:

@@ -1,7 +1,8 @@
 """Texts named by id, known to every ingress: the registry in an actor of the Ray cluster.
 
-The actor is started when it is first needed and outlives the application, as the shards do. If its
-node dies, another takes its place, with no texts.
+The actor is started with the ingress and outlives the application, as the shards do. If it dies,
+or its node, another takes its place, with no texts; until that answers, whoever calls has to come
+again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from rakv_cluster.errors import RakvError, Unavailable
 from rakv_cluster.serving.document_registry import DocumentRegistry, LeftDocument
 
 _TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 120.0
+"""A process starts meanwhile, on a node that may be busy with loading models."""
 
 
 class SharedDocuments:
@@ -35,6 +38,13 @@ class SharedDocuments:
             "num_cpus": 0,
         }
 
+    async def start(self) -> None:
+        """Start the registry where it does not run, and wait until it answers.
+
+        Raises :class:`Unavailable` where it has not within a bounded time; it may later.
+        """
+        await self._ask("all", "", timeout_s=_START_TIMEOUT_S)
+
     async def leave(self, tenant: str, document: LeftDocument) -> None:
         await self._ask("leave", tenant, document)
 
@@ -49,18 +59,25 @@ class SharedDocuments:
     async def remove(self, tenant: str, document_id: str) -> bool:
         return bool(await self._ask("remove", tenant, document_id))
 
-    async def _ask(self, method: str, *given: object) -> Any:
+    async def _ask(self, method: str, *given: object, timeout_s: float = _TIMEOUT_S) -> Any:
         try:
             # In a thread: naming an actor blocks.
             actor = await asyncio.to_thread(self._actor)
-            return await asyncio.wait_for(getattr(actor, method).remote(*given), _TIMEOUT_S)
+            return await asyncio.wait_for(getattr(actor, method).remote(*given), timeout_s)
         except RayTaskError as error:
             if isinstance(error.cause, RakvError):
                 raise error.cause from None
             raise
         except (RayError, asyncio.TimeoutError) as error:
-            raise Unavailable("documents by id cannot be reached", retry_after_s=5.0) from error
+            raise _unreached() from error
 
     def _actor(self) -> Any:
         registry = ray.remote(DocumentRegistry).options(**self._options)
-        return registry.remote(self._budget_bytes)
+        try:
+            return registry.remote(self._budget_bytes)
+        except ValueError as error:  # the one of that name is just going
+            raise _unreached() from error
+
+
+def _unreached() -> Unavailable:
+    return Unavailable("documents by id cannot be reached", retry_after_s=5.0)

@@ -96,6 +96,9 @@ class Door:
     def __init__(self) -> None:
         self._documents = SharedDocuments(BUDGET_BYTES, service="test", namespace="rakv-test")
 
+    async def start(self) -> None:
+        await self._documents.start()
+
     async def leave(self, tenant: str, name: str, text: str) -> None:
         await self._documents.leave(tenant, LeftDocument(name, text, created_s=1.0))
 
@@ -113,15 +116,6 @@ def call(method: Any, *given: object) -> Any:
     return ray.get(method.remote(*given), timeout=120)
 
 
-def reached(door: Any) -> bool:
-    """Whether the registry answers: its process starts with the first call, which waits some
-    seconds for it."""
-    with suppress(Unavailable):
-        call(door.names, "t")
-        return True
-    return False
-
-
 @pytest.fixture
 def doors(cluster: Cluster) -> Iterator[list[Any]]:
     """One on each node."""
@@ -136,7 +130,7 @@ def test_a_text_left_at_one_door_is_known_at_the_other_and_outlives_the_first(
     doors: list[Any],
 ) -> None:
     first, second = doors
-    eventually(lambda: reached(first), "the registry has started", timeout_s=120.0)
+    call(first.start)
     call(first.leave, "t", "a", "text")
     call(second.leave, "t", "b", "other")
 
@@ -151,3 +145,21 @@ def test_a_text_left_at_one_door_is_known_at_the_other_and_outlives_the_first(
     assert unknown.value.field == "documents.0.id"
     with pytest.raises(BodyTooLarge):
         call(second.leave, "t", "c", "x" * BUDGET_BYTES)
+
+
+def test_a_registry_that_dies_is_replaced(doors: list[Any]) -> None:
+    first, second = doors
+    call(first.start)
+    call(first.leave, "t", "d", "text")
+
+    ray.kill(ray.get_actor("test-documents"), no_restart=True)
+
+    def replaced() -> bool:
+        """Who calls meanwhile is told to come again, and nothing else."""
+        with suppress(Unavailable):
+            return "d" not in call(second.names, "t")
+        return False
+
+    eventually(replaced, "another registry answers", timeout_s=120.0)
+    call(first.leave, "t", "e", "another")
+    assert call(second.text, "t", "e") == "another"

@@ -12,7 +12,7 @@ import pytest
 
 from rakv_cluster.errors import NotFound
 from rakv_cluster.testing.surfaces import Surface
-from rakv_cluster.testing.waiting import eventually, first_where
+from rakv_cluster.testing.waiting import eventually
 
 from .conftest import LEAST_CHUNK_TOKENS, Cluster
 from .test_generation import USER, chat
@@ -72,13 +72,7 @@ def test_a_document_left_here_is_named_by_id(
 ) -> None:
     (document,) = documents(surface, "left")
     headers = {"Authorization": f"Bearer {cluster.keys['alpha']}"}
-    left = first_where(
-        lambda: httpx.post(
-            f"{cluster.url}/v1/documents", json=document, headers=headers, timeout=60
-        ),
-        lambda answer: answer.status_code != 503,
-        "the registry, which starts with the first call, answers",
-    )
+    left = httpx.post(f"{cluster.url}/v1/documents", json=document, headers=headers, timeout=60)
     assert left.status_code == 200, left.text
 
     by_id = surface.ask(**chat(documents=[{"id": document["id"]}]))
