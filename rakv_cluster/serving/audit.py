@@ -145,10 +145,11 @@ class AuditedBackend:
         async with aclosing(self._backend.generate(asked)) as events:
             async for event in events:
                 first = first or event.logprobs[:1]
-                yield replace(event, logprobs=()) if audited else event
                 approximate = event.stats is not None and event.stats.approximate
                 if audited and event.finish is not None and approximate and first:
+                    # Not behind the last event: who has that does not come back for more.
                     self._start(request, first[0])
+                yield replace(event, logprobs=()) if audited else event
 
     def _start(self, request: EngineRequest, blended: TokenLogprob) -> None:
         task = asyncio.create_task(self._audit(request, blended))

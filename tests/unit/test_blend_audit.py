@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import pytest
 
@@ -61,7 +62,13 @@ def blend(number: int, **fields: object) -> EngineRequest:
 
 
 async def answered(backend: AuditedBackend, request: EngineRequest) -> list[EngineEvent]:
-    events = [event async for event in backend.generate(request)]
+    """Events up to the last one, behind which a service reads no further."""
+    events: list[EngineEvent] = []
+    async with aclosing(backend.generate(request)) as answer:
+        async for event in answer:
+            events.append(event)
+            if event.finish is not None:
+                break
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others)
     await asyncio.sleep(0)  # for what is done when a task has ended
