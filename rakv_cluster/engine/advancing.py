@@ -102,11 +102,15 @@ class Advancer:
         # Near-ties are no fault of the drafts: what those brought is learned as judged. Before
         # tokens go out: a request's last event accounts for its last step too.
         self._drafting.settle(step, verdicts, computed.ms)
-        outcome.ended += [
-            part.sequence
-            for part, choices, decided in chosen
-            if self._take(part, choices, decided, now_s)
-        ]
+        for part, made, decided in chosen:
+            try:
+                ended = self._take(part, made, decided, now_s)
+            except Exception as error:  # a grammar may refuse what it let through
+                log.exception("tokens of request %s were refused", part.sequence.request.request_id)
+                outcome.failed.append((part.sequence, _describe(error)))
+                continue
+            if ended:
+                outcome.ended.append(part.sequence)
 
     def _advance(self, part: Part, rows: int, computed: Computed, lone: bool) -> None:
         """Advance the verified length over ``rows`` rows from the part's last known token on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -138,6 +139,38 @@ def test_a_stop_token_ends_the_request_and_is_not_emitted(
     assert answer.token_ids == expected[:6]
     assert answer.finish is FinishReason.STOP
     assert answer.events[-1].stop_token_id == stop
+
+
+class Refusing:
+    """A grammar that lets everything through, and at the fourth token refuses what it let."""
+
+    def __init__(self) -> None:
+        self._accepted = 0
+
+    def accept(self, token_id: int) -> None:
+        self._accepted += 1
+        if self._accepted == 4:
+            raise ValueError("not what the grammar allows")
+
+    def forbid(self, row: torch.Tensor, pending: Sequence[int]) -> None:
+        """Nothing."""
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(
+    runner: FakeRunner, plain: EngineHarness, clock: ManualClock
+) -> None:
+    failing = Recording(clock)
+    sequence = plain.core.prepare(EngineRequest("r", plain.prompt(ids(1, 9)), 9), failing)
+    sequence.rule.restrict(Refusing())
+    plain.core.add(sequence)
+    other = plain.ask(plain.prompt(ids(2, 9)), 9)
+
+    plain.run(failing, other)
+
+    assert failing.finish is FinishReason.ERROR
+    assert failing.token_ids == runner.generate(ids(1, 9), 3)
+    assert other.token_ids == runner.generate(ids(2, 9), 9)
+    assert plain.core.healthy
 
 
 def test_min_tokens_bans_stop_tokens_until_then(runner: FakeRunner, plain: EngineHarness) -> None:
