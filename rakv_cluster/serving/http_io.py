@@ -10,15 +10,17 @@ from typing import Any
 
 from fastapi import Request, Response
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 
 from rakv_cluster.config import Settings
-from rakv_cluster.errors import BodyTooLarge, DeadlineExceeded, RakvError
+from rakv_cluster.errors import BodyTooLarge, DeadlineExceeded, RakvError, RequestCancelled
 from rakv_cluster.serving.openai_format import error_body
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
     """The body; raises :class:`BodyTooLarge` from its announced length, or as soon as what came
-    is too long, without taking in the rest, and :class:`DeadlineExceeded` if it does not arrive."""
+    is too long, without taking in the rest, :class:`DeadlineExceeded` if it does not arrive, and
+    :class:`RequestCancelled` if the client leaves."""
     try:
         return await asyncio.wait_for(
             _read(request, int(settings.body_limit_bytes)), settings.body_timeout_s
@@ -35,10 +37,13 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise too_large
     parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > limit_bytes:
-            raise too_large
+    try:
+        async for part in request.stream():
+            parts += part
+            if len(parts) > limit_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise RequestCancelled("the client left before the body was there") from error
     return bytes(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
 
 import httpx
@@ -33,6 +33,25 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
         http_client=httpx.AsyncClient(transport=transport),
     ) as client:
         yield client
+
+
+async def test_a_client_that_leaves_before_its_body_is_there_is_no_defect() -> None:
+    app = scripted_app(ScriptedBackend(), Settings(), ManualClock())
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+        "query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }  # fmt: skip
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)  # raises a defect
+
+    assert sent[0]["status"] == 499
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
