@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -52,7 +53,10 @@ from rakv_cluster.serving.service import Service
 from rakv_cluster.serving.token_api import add_token_routes
 from rakv_cluster.serving.tool_calls import split_calls
 
+log = logging.getLogger("rakv.http")
+
 _DONE = b"data: [DONE]\n\n"
+_INTERNAL = RakvError("internal error; the server's log says more")
 _PROBE_TIMEOUT_S = 2.0
 
 
@@ -211,6 +215,11 @@ class _Exchange:
             except RakvError as error:
                 yield _event(openai_format.error_body(error))
                 return
+            except Exception:
+                # The status is long sent: what ends without a word looks like a broken connection.
+                log.exception("a stream failed")
+                yield _event(openai_format.error_body(_INTERNAL))
+                return
         if request.stream_options.include_usage:
             yield _event(openai_format.usage_body(header, run.totals, run.elapsed_ms()))
         yield _DONE
@@ -257,7 +266,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         # Starlette re-raises it after this response, so the log has the traceback, the client not.
-        return error_response(RakvError("internal error; the server's log says more"))
+        return error_response(_INTERNAL)
 
 
 def _event(body: dict[str, Any]) -> bytes:

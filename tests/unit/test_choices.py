@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 
 import httpx
@@ -41,6 +42,20 @@ async def test_a_defect_in_one_choice_ends_the_request(number: int) -> None:
 
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
+
+
+async def test_a_defect_in_a_stream_is_told_at_its_end() -> None:
+    app = scripted_app(Failing(1), Settings(), ManualClock())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        asked = {"prompt": "x", "n": 2, "stream": True}
+        answer = await http.post("/v1/completions", json=asked)
+
+    *pieces, last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200
+    assert all(json.loads(piece)["choices"] for piece in pieces)
+    assert json.loads(last)["error"]["code"] == "internal_error"
+    assert "a defect" not in last
 
 
 class Full(ScriptedBackend):
