@@ -266,7 +266,7 @@ class ShardWriter:
         try:
             fresh = self._folder.next_generation()
             core = self._adopt(Generation.create(fresh, self._settings.map_bytes))
-            self._folder.publish(fresh)
+            self._publish(core)
         except (OSError, CorruptRecord) as error:
             raise StoreUnavailable(f"cannot start an empty generation: {error}") from error
         return core
@@ -284,7 +284,7 @@ class ShardWriter:
                 target.retire()
                 raise
             core = self._adopt(target)
-            self._folder.publish(fresh)
+            self._publish(core)
         except (lmdb.Error, OSError, CorruptRecord) as error:
             self._folder.discard(fresh)
             raise StoreUnavailable(f"cannot rebuild {old.path}: {error}") from error
@@ -292,6 +292,13 @@ class ShardWriter:
         old.retire()
         self._counters.add("rebuilds")
         return copied
+
+    def _publish(self, core: ShardCore) -> None:
+        try:
+            self._folder.publish(core.generation.path)
+        except OSError:
+            core.generation.retire()
+            raise
 
     def _next_folder(self) -> Path:
         try:

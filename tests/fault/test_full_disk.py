@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from rakv_cluster.clock import SystemClock
+from rakv_cluster.errors import StoreUnavailable
 from rakv_cluster.kv.codec import encode
 from rakv_cluster.store.generation import SEGMENT_BYTES
 from rakv_cluster.store.lmdb_shard import ShardReader, ShardSettings, ShardWriter, WriterSource
@@ -204,6 +206,31 @@ def test_a_disk_that_recovers_between_two_attempts_replaces_a_tail_once(tmp_path
     with writer.generation.env.begin() as txn:
         segments = txn.stat(writer.generation.bodies)["entries"]
     assert segments == -(-len(longer.body) // SEGMENT_BYTES)
+    writer.close()
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process has open below ``folder``, removed files included."""
+    targets = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them is closed by now
+            targets.append(str(entry.readlink()))
+    return sorted(target for target in targets if target.startswith(str(folder)))
+
+
+def test_a_generation_that_cannot_take_over_gives_its_disk_back(tmp_path):
+    writer = ShardWriter(tmp_path, ShardSettings(16 << 20), ManualClock())
+    writer.commit([encode(tiny_record(0))])
+    before = open_files(tmp_path)
+    obstacle = tmp_path / "CURRENT.new"  # where the name of the next one is written first
+    obstacle.mkdir()
+
+    with pytest.raises(StoreUnavailable):
+        writer.compact()
+
+    assert open_files(tmp_path) == before
+    obstacle.rmdir()
+    assert writer.compact().records == 1
     writer.close()
 
 
