@@ -184,9 +184,16 @@ def _add_node_routes(app: FastAPI, cache: CacheApi, body: _Body) -> None:
 
 def _number(data: dict[str, Any], field: str) -> float:
     value = data.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{field} must be a number", field=field)
-    return float(value)
+    wrong = InvalidRequest(f"{field} must be a number", field=field)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise wrong from error
+    if not math.isfinite(number):
+        raise wrong
+    return number
 
 
 def _owner(data: dict[str, Any]) -> str:

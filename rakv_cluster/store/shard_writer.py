@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _COUNTERS = (*CORE_COUNTERS, "disk_errors", "quarantines", "stale_readers", "rebuilds")
 _MAP_GRAIN_BYTES = 8 << 20
 _QUEUE_LIMIT = 256
-_OWNER_BYTES = 256
+_OWNER_BYTES = 384  # a tenant and 64 characters have 321, a key of LMDB may have 511
 _VERIFY_TIMEOUT_S = 600.0
 
 
@@ -147,7 +147,7 @@ class ShardWriter:
         """Keep records from eviction for ``ttl_s`` seconds; returns the keys that now are pinned.
 
         Keys that are not stored, and what would bring all pins above half of the budget, are left
-        out. Raises ``ValueError`` for an owner of more than 256 bytes.
+        out. Raises ``ValueError`` for an owner of more than 384 bytes.
         """
         if len(owner.encode()) > _OWNER_BYTES:
             raise ValueError(f"a pin's owner may have {_OWNER_BYTES} bytes")

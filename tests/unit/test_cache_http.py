@@ -204,6 +204,7 @@ async def test_a_store_that_cannot_be_reached_is_503() -> None:
         ("/v1/cache/pin", CHAT | {"owner": "me"}, "ttl_s"),
         ("/v1/cache/pin", CHAT | {"owner": "me", "ttl_s": True}, "ttl_s"),
         ("/v1/cache/pin", CHAT | {"owner": "me", "ttl_s": -1}, "ttl_s"),
+        ("/v1/cache/pin", CHAT | {"owner": "me", "ttl_s": 10**400}, "ttl_s"),
         ("/v1/cache/pin", CHAT | {"owner": 5, "ttl_s": 1}, "owner"),
         ("/v1/cache/unpin", CHAT | {"owner": ""}, "owner"),
         ("/tokenize", {"prompt": ""}, "prompt"),

@@ -53,6 +53,20 @@ def test_damage_is_named(shard):
     assert main([str(shard)]) == 1
 
 
+def test_the_longest_owner_that_the_service_takes_pins(shard):
+    owner = "t" * 64 + "/" + "\U0001f600" * 64
+    writer = ShardWriter(shard, SETTINGS, ManualClock())
+
+    assert writer.pin([RECORDS[0].key], owner, 60.0) == [RECORDS[0].key]
+    writer.close()
+    writer = ShardWriter(shard, SETTINGS, ManualClock())
+
+    assert writer.unpin([RECORDS[0].key], owner) == 1
+    with pytest.raises(ValueError, match="owner"):
+        writer.pin([RECORDS[0].key], "x" * 1000, 60.0)
+    writer.close()
+
+
 def test_a_folder_without_a_shard_cannot_be_verified(tmp_path):
     with pytest.raises(StoreUnavailable):
         verify_shard(tmp_path)
