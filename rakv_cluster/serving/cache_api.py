@@ -95,7 +95,8 @@ class CacheApi:
         started_s = self._service.clock.monotonic_s()
         if self._service.settings.default_reuse not in STORED:
             request = request.model_copy(update={"reuse": ReuseMode.EXACT.value})
-        prepared = await self._service.prepare(request, caller)
+        # By its own name: one token each says nothing of how long answers to chats are.
+        prepared = await self._service.prepare(request, caller, endpoint="warm")
         run = Run(
             self._service, self._metrics, prepared, caller, endpoint="warm", started_s=started_s
         )

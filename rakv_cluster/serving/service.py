@@ -116,8 +116,13 @@ class Service:
         so that no tenant ever hits what another one stored."""
         return namespace(self.card.digest, caller.salt)
 
-    async def prepare(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> Prepared:
-        """Render, tokenize, cut and check. Raises the 4xx classes of the error tree."""
+    async def prepare(
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS, *, endpoint: str = ""
+    ) -> Prepared:
+        """Render, tokenize, cut and check. Raises the 4xx classes of the error tree.
+
+        ``endpoint`` is what sort of work it is, if not the one that its class says.
+        """
         started_s = self.clock.monotonic_s()
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         self._check(request)
@@ -148,7 +153,7 @@ class Service:
                     top_logprobs=request.alternatives,
                     timeout_s=timeout_s,
                     tenant=caller.tenant,
-                    endpoint="chat" if isinstance(request, ChatRequest) else "completions",
+                    endpoint=endpoint or _endpoint(request),
                     speculation=request.speculation or self.settings.default_speculation,
                     grammar=grammar,
                     trace_id=REQUEST_ID.get(),
@@ -310,6 +315,10 @@ class Service:
                 f"min_tokens is larger than the output limit of {limit}", field="min_tokens"
             )
         return limit
+
+
+def _endpoint(request: GenerationRequest) -> str:
+    return "chat" if isinstance(request, ChatRequest) else "completions"
 
 
 def _order(request: GenerationRequest, reuse: ReuseMode) -> DocumentsOrder:

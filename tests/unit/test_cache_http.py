@@ -118,6 +118,14 @@ async def test_what_is_warmed_is_stored_whatever_requests_do_by_default(default:
     await served.http.aclose()
 
 
+async def test_a_warmed_prompt_is_no_example_of_how_long_answers_are(served: Served) -> None:
+    await served.done("/v1/chat/completions", CHAT)
+    await served.done("/v1/cache/warm", CHAT)
+
+    # Lengths, by which requests are routed, are learned by endpoint.
+    assert [request.endpoint for request in served.backend.requests] == ["chat", "warm"]
+
+
 async def test_a_node_is_drained_before_it_is_removed(served: Served) -> None:
     await served.done("/v1/cache/warm", CHAT)
     chunks = served.store_last_prompt("n1")
