@@ -71,8 +71,10 @@ class RoutingReporter:
         self._hold_ms = 0.0
 
     def ended(self, request: EngineRequest, stats: RequestStats) -> None:
-        """Learn from a request that ended."""
+        """Learn from a request that ended, if it began."""
         held_ms = stats.prefill_ms + stats.decode_ms
+        if held_ms <= 0:
+            return
         self._hold_ms += _HOLD_GAIN * (held_ms - self._hold_ms)
         batch = self._engine.stats().running
         self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from rakv_cluster.engine.request import RequestStats
+from rakv_cluster.chunking.prompt import chunk_prompt
+from rakv_cluster.clock import SystemClock
+from rakv_cluster.engine.engine import Engine
+from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.routing.report import MAX_PACES, decode_report, encode_report
-from rakv_cluster.serving.routing_report import Paces
+from rakv_cluster.serving.routing_report import Paces, RoutingReporter
+from rakv_cluster.speculation.controller import ControllerSettings
+from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
+from rakv_cluster.speculation.speculator import Speculator
+from rakv_cluster.store.null import NullStore
+from rakv_cluster.testing.engine import LIMITS, NAMESPACE, no_cuts
+from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.service import LocalService, StartLocal
 
 
@@ -57,6 +68,37 @@ def test_what_a_stop_string_ends_is_learned_from_too(
     report = other.replica.routing_report()
     assert set(report.pace) == {"completions/"}
     assert report.hold_ms > 0
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    clock = SystemClock()
+    engine = Engine(
+        FakeRunner(),
+        NullStore(),
+        Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
+        cuts=no_cuts(64),
+        limits=LIMITS,
+        settings=EngineSettings(),
+        clock=clock,
+        numeric_class="fake",
+    )
+    yield engine
+    engine.stop(timeout_s=1.0)
+
+
+def test_who_never_had_a_slot_did_not_hold_it(engine: Engine) -> None:
+    reporter = RoutingReporter(
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True
+    )
+    asked = EngineRequest("r", chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS), 9)
+    reporter.ended(asked, RequestStats(prefill_ms=200.0, decode_ms=800.0))
+    held_ms = reporter.report().hold_ms
+
+    for _ in range(50):  # their time ran out while they waited
+        reporter.ended(asked, RequestStats(queue_ms=9000.0))
+
+    assert reporter.report().hold_ms == held_ms > 0
 
 
 def test_loads_cost_the_router_what_they_cost_the_planner(start_local: StartLocal) -> None:
