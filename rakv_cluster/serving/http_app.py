@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 import rakv_cluster
 from rakv_cluster import telemetry
@@ -160,11 +161,7 @@ class _Exchange:
         updates = _updates(request, run)
         # Awaited here, so that a refusal still has its status code.
         first = await anext(updates)
-        return StreamingResponse(
-            self._events(request, run, header, first, updates),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return _Stream(self._events(request, run, header, first, updates), updates)
 
     async def _whole(self, request: GenerationRequest, run: Run, header: Header) -> Response:
         choices = {choice.index: ChoiceText() for choice in run.prepared.choices}
@@ -223,6 +220,22 @@ class _Exchange:
         if request.stream_options.include_usage:
             yield _event(openai_format.usage_body(header, run.totals, run.elapsed_ms()))
         yield _DONE
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events made of ``updates``, which end with it even if no event was sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], updates: AsyncGenerator[Update, None]) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._updates = updates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._updates):
+            await super().__call__(scope, receive, send)
 
 
 def _updates(request: GenerationRequest, run: Run) -> AsyncGenerator[Update, None]:

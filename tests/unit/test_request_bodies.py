@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
 from rakv_cluster.config import Settings
 from rakv_cluster.errors import InvalidRequest
@@ -35,12 +38,14 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
+SCOPE = {
+    "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+    "query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"},
+}  # fmt: skip
+
+
 async def test_a_client_that_leaves_before_its_body_is_there_is_no_defect() -> None:
     app = scripted_app(ScriptedBackend(), Settings(), ManualClock())
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-        "query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }  # fmt: skip
     sent: list[MutableMapping[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -49,9 +54,32 @@ async def test_a_client_that_leaves_before_its_body_is_there_is_no_defect() -> N
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    await app(scope, receive, send)  # raises a defect
+    await app(SCOPE, receive, send)  # raises a defect
 
     assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
+async def test_a_client_that_leaves_before_its_stream_begins_ends_it(spec_version: str) -> None:
+    backend = ScriptedBackend(lambda prompt: "a long answer")
+    backend.hold()
+    app = scripted_app(backend, Settings(), ManualClock())
+    gone = asyncio.Event()
+    body = [b'{"prompt": "x", "stream": true}']
+
+    async def receive() -> dict[str, Any]:
+        if not body:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        raise OSError("the connection is closed")
+
+    with suppress(OSError, ClientDisconnect):
+        await app({**SCOPE, "asgi": {"spec_version": spec_version}}, receive, send)
+
+    assert backend.cancelled == [request.request_id for request in backend.requests]
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
