@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -32,6 +33,7 @@ ONE_TOKEN: Mapping[str, object] = {"max_tokens": 1, "temperature": 0.0, "ignore_
 _LONGEST_PIN_S = 30 * 86400.0
 _LONGEST_OWNER = 64
 _LONGEST_DRAIN_S = 3600.0
+_THREADS = 4
 
 T = TypeVar("T")
 
@@ -86,6 +88,8 @@ class CacheApi:
         self._service = service
         self._metrics = metrics
         self._admin = admin
+        # Of its own: shards that hang must not hold the threads in which prompts are tokenized.
+        self._threads = ThreadPoolExecutor(_THREADS, "cache-api")
 
     async def warm(self, request: GenerationRequest, caller: Caller) -> Totals:
         """Compute and store a prompt's KV, as answering it would; the accounts of doing so.
@@ -110,7 +114,7 @@ class CacheApi:
         prepared = await self._service.prepare(request, caller)
         chunks = prepared.choices[0].request.prompt.chunks
         keys = [chunk.prefix_key for chunk in chunks]
-        found = await _answered(lambda: self._admin.lookup(keys))
+        found = await self._answered(lambda: self._admin.lookup(keys))
         states: list[ChunkState] = []
         for chunk in chunks:
             records = {n: r[chunk.prefix_key] for n, r in found.items() if chunk.prefix_key in r}
@@ -131,7 +135,7 @@ class CacheApi:
             )
         chunks = await self._chunks(request, caller)
         keys = [chunk.prefix_key for chunk in chunks]
-        pinned = await _answered(lambda: self._admin.pin(keys, name, ttl_s))
+        pinned = await self._answered(lambda: self._admin.pin(keys, name, ttl_s))
         return Pinned(len({key for held in pinned.values() for key in held}), len(chunks))
 
     async def unpin(self, request: GenerationRequest, caller: Caller, owner: str) -> int:
@@ -139,7 +143,7 @@ class CacheApi:
         caller.require_admin()
         name = _owner(caller, owner)
         keys = [chunk.prefix_key for chunk in await self._chunks(request, caller)]
-        return sum((await _answered(lambda: self._admin.unpin(keys, name))).values())
+        return sum((await self._answered(lambda: self._admin.unpin(keys, name))).values())
 
     async def evict(self, request: GenerationRequest, caller: Caller) -> int:
         """Remove a prompt's chunks, and what was seen behind them of its tokens, from all disks and
@@ -150,7 +154,7 @@ class CacheApi:
         caller.require_admin()
         prepared = await self._service.prepare(request, caller)
         keys = _all_keys(prepared.choices[0].request.prompt)
-        removed = await _answered(lambda: self._admin.evict(keys))
+        removed = await self._answered(lambda: self._admin.evict(keys))
         # After the disks: what a replica has in RAM by now, it did not just load from one.
         await self._service.backend.forget(keys)
         return sum(len(held) for held in removed.values())
@@ -169,19 +173,19 @@ class CacheApi:
             )
         if limit_bytes < 0:
             raise InvalidRequest("limit_bytes must not be negative", field="limit_bytes")
-        members = await _answered(self._admin.members)
+        members = await self._answered(self._admin.members)
         if node not in members or len(members) < 2:
             raise InvalidRequest(
                 f"node must be one of several with a shard: {members}", field="node"
             )
-        return await _answered(
+        return await self._answered(
             lambda: self._admin.drain(node, limit_bytes=limit_bytes, deadline_s=deadline_s)
         )
 
     async def shards(self, caller: Caller) -> Mapping[str, StoreStats]:
         """Sizes and counters of every node's shard; needs the admin scope."""
         caller.require_admin()
-        return await _answered(self._admin.stats)
+        return await self._answered(self._admin.stats)
 
     async def replicas(self, caller: Caller) -> Mapping[str, Figures]:
         """Figures of the replicas that answer in time, by name; needs the admin scope."""
@@ -190,6 +194,13 @@ class CacheApi:
             return await asyncio.wait_for(self._service.backend.stats(), self._replicas_timeout_s)
         except asyncio.TimeoutError:
             return {}
+
+    async def _answered(self, call: Callable[[], T]) -> T:
+        """What the shards answer; their calls block, so they run in a thread."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except StoreError as error:
+            raise Unavailable("the store's nodes cannot be reached", retry_after_s=5.0) from error
 
     async def _chunks(self, request: GenerationRequest, caller: Caller) -> tuple[Chunk, ...]:
         prepared = await self._service.prepare(request, caller)
@@ -210,11 +221,3 @@ def _owner(caller: Caller, owner: str) -> str:
     if not 1 <= len(owner) <= _LONGEST_OWNER:
         raise InvalidRequest(f"owner must have 1 to {_LONGEST_OWNER} characters", field="owner")
     return f"{caller.tenant}/{owner}"
-
-
-async def _answered(call: Callable[[], T]) -> T:
-    """What the shards answer; their calls block, so they run in a thread."""
-    try:
-        return await asyncio.to_thread(call)
-    except StoreError as error:
-        raise Unavailable("the store's nodes cannot be reached", retry_after_s=5.0) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,28 @@ async def test_figures_of_a_replica_that_does_not_answer_are_not_waited_for() ->
     stats = await asyncio.wait_for(served.http.get("/v1/cache/stats"), 10)
 
     assert (set(stats.json()["shards_by_node"]), stats.json()["replicas"]) == (set(NODES), {})
+    await served.http.aclose()
+
+
+async def test_shards_that_hang_hold_no_other_request_up() -> None:
+    answering = threading.Event()
+
+    def hanging() -> tuple[str, ...]:
+        answering.wait(60)
+        return NODES
+
+    served = Served(Settings(), hanging)
+    asked = [asyncio.create_task(served.http.get("/v1/cache/stats")) for _ in range(64)]
+    for _ in range(100):
+        await asyncio.sleep(0)  # until they are where they wait
+    long = {"prompt": "too long to be tokenized in the event loop " * 200, "max_tokens": 1}
+
+    answer = await asyncio.wait_for(served.http.post("/v1/completions", json=long), 20)
+
+    assert answer.status_code == 200
+    assert not any(task.done() for task in asked)
+    answering.set()
+    assert [task.status_code for task in await asyncio.gather(*asked)] == [200] * 64
     await served.http.aclose()
 
 
