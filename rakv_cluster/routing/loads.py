@@ -50,6 +50,7 @@ class Loads:
         self._backlog_ms = np.zeros(replicas)
         self._backlog_at_s = np.full(replicas, now_s)
         self._reported_at_s = np.full(replicas, now_s)
+        self._busy_at_s = np.full(replicas, now_s)
         self._recent_ms = np.zeros(replicas)
         self._recent_at_s = now_s
         self._reported_open = np.zeros(replicas)
@@ -68,7 +69,8 @@ class Loads:
         taken = [sources[index] for index in kept]
         self._age_recent(now_s)
         for name in (
-            "_backlog_ms", "_backlog_at_s", "_reported_at_s", "_reported_open", "_recent_ms",
+            "_backlog_ms", "_backlog_at_s", "_reported_at_s", "_busy_at_s", "_reported_open",
+            "_recent_ms",
         ):  # fmt: skip
             getattr(other, name)[kept] = getattr(self, name)[taken]
         places = dict(zip(taken, kept, strict=True))
@@ -91,6 +93,8 @@ class Loads:
             if self._bookings[request_id].at_s < made_s:
                 self._remove(request_id)
         self._reported_at_s[replica] = now_s
+        if open_requests > 0 or backlog_ms > 0 or self._of[replica]:
+            self._busy_at_s[replica] = now_s
         if not math.isnan(open_requests):
             self._reported_open[replica] = open_requests
         if not math.isnan(backlog_ms):
@@ -107,6 +111,7 @@ class Loads:
             for work in (self._backlog_ms, self._recent_ms):
                 work[before.replica] = max(work[before.replica] - before.work_ms, 0.0)
         self._add(request_id, _Booking(replica, work_ms, now_s))
+        self._busy_at_s[replica] = now_s
         self._queue_work(replica, work_ms, now_s)
         self._age_recent(now_s)
         self._recent_ms[replica] += work_ms
@@ -117,6 +122,10 @@ class Loads:
             self._remove(request_id)
         elif self._reported_open[replica] >= 1:
             self._reported_open[replica] -= 1
+
+    def idle_s(self, replica: int, now_s: float) -> float:
+        """How long ago a replica was last known to have work in hand."""
+        return now_s - float(self._busy_at_s[replica])
 
     def backlog_ms(self, now_s: float) -> Floats:
         """Work in front of a new request on each replica."""

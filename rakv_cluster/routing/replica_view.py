@@ -3,16 +3,20 @@
 Staleness rules. Backlog fades and is doubted (see :mod:`.loads`). Costs and hot sets change
 slowly: they are used for ``forget_s`` after the last report, then forgotten. A cost that a replica
 does not report is taken to be the median of the others'; one that nobody reports has a default.
+What a replica without work claims is doubted the longer, the more it is above the others'
+(docs/adr/0098).
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rakv_cluster.routing.doubt import doubted, typical
 from rakv_cluster.routing.loads import Loads, LoadSettings
 from rakv_cluster.routing.locations import Locations, LocationSettings
 from rakv_cluster.routing.report import FIELDS, ReplicaReport
@@ -26,13 +30,16 @@ _DEFAULTS: Mapping[str, float] = {
     "slots": 1.0, "prefill_slope_ms": 0.0, "chunk_ms": 0.0, "token_ms_slope": 0.0,
     "hold_ms": 0.0,
 }  # fmt: skip
+_USUAL_FOR_S = 1.0
+_SLOTS = _COSTS.index("slots")
 
 
 @dataclass(frozen=True, slots=True)
 class ViewSettings:
-    """See the module's staleness rules."""
+    """See the module's staleness rules; :func:`~.doubt.doubted` takes ``doubt_s``."""
 
     forget_s: float = 60.0
+    doubt_s: float = 10.0
     loads: LoadSettings = field(default_factory=LoadSettings)
     locations: LocationSettings = field(default_factory=LocationSettings)
 
@@ -51,6 +58,10 @@ class ReplicaView:
         self._paces: OrderedDict[str, Floats] = OrderedDict()
         self._measured = False
         self._oldest_s = now_s
+        # What costs and paces usually are, computed now and then.
+        self._usual: Floats = np.full(len(_COSTS), np.nan)
+        self._usual_paces: dict[str, Floats] = {}
+        self._usual_at_s = -math.inf
         self.loads = Loads(0, settings.loads, now_s)
         self.locations = Locations((), settings.locations)
 
@@ -90,10 +101,10 @@ class ReplicaView:
             return
         self.loads.report(index, report.backlog_ms, report.open_requests, age_s, now_s)
         self.locations.report(index, report.hot)
-        costs = np.asarray(report.numbers()[-len(_COSTS) :])
+        costs, paces = self._believed(report, index, now_s)
         self._said_at_s[index] = now_s
-        for kind in {*report.pace, *self._paces}:
-            self._set_pace(kind, index, report.pace.get(kind, np.nan))
+        for kind in {*paces, *self._paces}:
+            self._set_pace(kind, index, paces.get(kind, np.nan))
         if self._measured and not np.isnan(costs).any():
             self._said[:, index] = costs
             for name, value in zip(_COSTS, costs, strict=True):
@@ -118,6 +129,29 @@ class ReplicaView:
             measured=self._measured,
             **costs,
         )
+
+    def _believed(
+        self, report: ReplicaReport, index: int, now_s: float
+    ) -> tuple[Floats, Mapping[str, float]]:
+        """Costs and paces out of a report, see :func:`~.doubt.doubted`."""
+        costs = np.asarray(report.numbers()[-len(_COSTS) :])
+        idle_s = self.loads.idle_s(index, now_s)
+        if idle_s <= 0:
+            return costs, report.pace
+        if now_s - self._usual_at_s > _USUAL_FOR_S:
+            self._usual = typical(self._said)
+            self._usual[_SLOTS] = np.nan  # not a cost
+            self._usual_paces = {kind: typical(pace) for kind, pace in self._paces.items()}
+            self._usual_at_s = now_s
+        doubt_s = self._settings.doubt_s
+        unknown = np.array(np.nan)
+        paces = {
+            kind: float(
+                doubted(np.array(ms), self._usual_paces.get(kind, unknown), idle_s, doubt_s)
+            )
+            for kind, ms in report.pace.items()
+        }
+        return doubted(costs, self._usual, idle_s, doubt_s), paces
 
     def _set_pace(self, kind: str, index: int, ms: float) -> None:
         if kind not in self._paces:

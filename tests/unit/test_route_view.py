@@ -8,12 +8,16 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rakv_cluster.routing.doubt import ORDINARY, doubted, typical
 from rakv_cluster.routing.hot_set import BITS, CAPACITY, HASHES, HotSets, encode_hot_set, hash_rows
 from rakv_cluster.routing.loads import Loads, LoadSettings
 from rakv_cluster.routing.locations import directory_holders
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import RoutePolicy, RouteRequest, RouteSettings
+from rakv_cluster.routing.replica_view import ViewSettings
 from rakv_cluster.routing.report import (
     BEAT_S,
     FIELDS,
@@ -253,6 +257,82 @@ def test_costs_of_a_silent_replica_become_those_of_the_others() -> None:
     router.hear("b")
     scores = router.policy.decide(request()).scores
     assert scores.prefill_ms.tolist() == [420.0] * 3
+
+
+def test_what_a_stall_left_behind_fades_while_there_is_no_work() -> None:
+    router = Router()
+    stalled = {"prefill_ms": 57.0, "pace": {"chat": 900.0}}
+
+    def passes(seconds: int) -> None:
+        for _ in range(seconds):
+            router.clock.advance(1.0)
+            router.hear("a", pace={"chat": 9.0})
+            router.hear("b", pace={"chat": 9.0})
+            router.hear("c", **stalled)
+
+    def believed() -> list[float]:
+        scores = router.policy.decide(request(document="other", kind="chat")).scores
+        return [float(scores.prefill_ms[2]) / 420, float(scores.decode_ms[2]) / 10]
+
+    passes(1)
+    assert believed()[0] > 50
+    passes(10)
+    assert believed()[0] == pytest.approx(2 + 55 * math.exp(-1.1))
+    passes(60)
+    assert believed() == pytest.approx([2.0, 18.0], rel=0.1)
+    assert router.policy.view.fleet("", router.clock.monotonic_s()).slots.tolist() == [16.0] * 3
+
+    router.route(request("tried"), "c")
+    router.hear("c", open_requests=1.0, **stalled)
+    assert believed() == [57.0, 900.0]  # measured again
+
+
+def test_other_hardware_is_believed_for_good() -> None:
+    router = Router()
+    for _ in range(30):
+        router.clock.advance(BEAT_S)
+        router.hear("a")
+        router.hear("b", prefill_ms=2.0, slots=64.0)
+        router.hear("c", prefill_ms=0.1)
+    scores = router.policy.decide(request()).scores
+    assert scores.prefill_ms.tolist() == pytest.approx([420.0, 840.0, 42.0])
+
+
+@pytest.mark.parametrize(("doubt_s", "comes_back"), [(10.0, True), (1e9, False)])
+def test_a_replica_that_a_stall_made_look_slow_gets_work_again(
+    doubt_s: float, comes_back: bool
+) -> None:
+    router = Router(replace(EXACT, view=ViewSettings(doubt_s=doubt_s)))
+    to_c = 0
+    for number in range(250):  # five a second, 0.4 s of work each: more than two replicas can do
+        router.clock.advance(0.2)
+        if number % 5 == 0:
+            router.hear("c", prefill_ms=1.0 if to_c else 200.0)
+        to_c += router.route(request(f"q{number}", document=f"d{number}")) == "c"
+    assert (to_c > 0) == comes_back
+
+
+@given(
+    st.lists(st.floats(1e-3, 1e6) | st.just(math.nan), min_size=1, max_size=9),
+    st.floats(0.0, 1e3),
+    st.floats(0.1, 1e3),
+)
+def test_doubt_lowers_what_is_unusual_and_nothing_else(
+    costs: list[float], idle_s: float, doubt_s: float
+) -> None:
+    claimed = np.asarray(costs)
+    usual = typical(claimed)
+    believed = doubted(claimed, usual, idle_s, doubt_s)
+
+    known = sorted(cost for cost in costs if not math.isnan(cost))
+    if known:
+        assert usual == known[(len(known) - 1) // 2]
+    ordinary = ~(claimed > ORDINARY * usual)
+    np.testing.assert_array_equal(believed[ordinary], claimed[ordinary])
+    assert (believed[~ordinary] <= claimed[~ordinary] * (1 + 1e-9)).all()
+    assert (believed[~ordinary] >= ORDINARY * usual * (1 - 1e-9)).all()
+    later = doubted(claimed, usual, idle_s + 1.0, doubt_s)
+    assert (later[~ordinary] <= believed[~ordinary]).all()
 
 
 def test_a_full_replica_is_expected_to_free_slots_at_its_usual_pace() -> None:
