@@ -46,6 +46,7 @@ from rakv_cluster.clock import SystemClock
 from rakv_cluster.config import load_settings
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.loader import LoadedModel, load_model
+from rakv_cluster.model.threads import aside
 from rakv_cluster.reuse.fidelity import FidelityPrompt
 from rakv_cluster.store.memory import MemoryStore
 
@@ -139,7 +140,9 @@ def _ttft(
     finally:
         rig.close()
     medians = {name: statistics.median(arm.seconds) for name, arm in timed.items()}
-    times = Times(medians, model.card.layout.layers)
+    # The engine's thread has ended: another one computes now.
+    following_s = aside(lambda: rig.following_s(model.runner, model.rotation))
+    times = Times(medians, model.card.layout.layers, following_s)
     speedups = times.speedups
     rows, report = [], {"order_ms": order_ms}
     for name, arm in timed.items():

@@ -18,34 +18,40 @@ from rakv_cluster.reuse.probing import probe_settings
 from rakv_cluster.reuse.selection import (
     Selector,
     at_random,
+    default_selector,
     everything,
     first_of_runs,
-    important_and_first,
     most_attended,
     most_deviating,
     most_sensitive,
     nothing,
+    probed_selector,
 )
 
 FRACTIONS = (0.05, 0.15, 0.3)
 MAIN_FRACTION = 0.15
-PLAIN, PROBED = "importance and first", "question probe"
+PLAIN, PROBED = "importance, first and spread", "question probe"
 """The two selectors of the service."""
-
-CONTROLS = ("random", "sensitivity")
-"""Measured at the main fraction alone."""
 
 KNOWN = ("first tokens", "layer-1 deviation")
 """Selectors of others: EPIC's and CacheBlend's."""
 
 SELECTORS: Mapping[str, Selector] = {
-    "random": at_random(7),
     "first tokens": first_of_runs,
     "layer-1 deviation": most_deviating,
-    "sensitivity": most_sensitive,
-    PLAIN: important_and_first,
-    PROBED: most_attended,
+    PLAIN: default_selector,
+    PROBED: probed_selector,
 }
+
+CONTROLS: Mapping[str, tuple[Selector, bool]] = {
+    "random": (at_random(7), False),
+    "sensitivity": (most_sensitive, False),
+    "attention": (most_attended, False),
+    "random, followed": (at_random(7), True),
+    "first tokens, followed": (first_of_runs, True),
+    "layer-1 deviation, followed": (most_deviating, True),
+}
+"""Measured at the main fraction alone: a selector, and whether what is kept follows the repair."""
 CHARACTERS_PER_TOKEN = 4
 
 Arm = tuple[str, float]
@@ -124,12 +130,15 @@ def measure(
 
 
 def _measured(case: FidelityCase, fractions: Sequence[float]) -> dict[Arm, Measured]:
+    """What is kept follows the repair of the service's selectors; others' leave it as it is."""
     found = {("none", 0.0): case.measure(nothing, 0.0, text=True)}
     for fraction in fractions:
         for name, selector in SELECTORS.items():
-            if name not in CONTROLS or fraction == MAIN_FRACTION:
-                writes = (name, fraction) in WRITING
-                found[name, fraction] = case.measure(selector, fraction, text=writes)
+            writes = (name, fraction) in WRITING
+            followed = name not in KNOWN
+            found[name, fraction] = case.measure(selector, fraction, text=writes, follow=followed)
+    for name, (selector, followed) in CONTROLS.items():
+        found[name, MAIN_FRACTION] = case.measure(selector, MAIN_FRACTION, follow=followed)
     found["all", 1.0] = case.measure(everything, 1.0)
     return found
 

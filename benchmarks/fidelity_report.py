@@ -77,11 +77,13 @@ def equal_time_ratios(figures: Figures, times: Times) -> tuple[dict[str, Any], l
     """KL of known selectors over ours, where all of them have the time of :data:`MAIN_FRACTION`.
 
     Layer-1 deviation first computes a layer of everything, the probe runs the question twice; both
-    are given that much less to repair. Between measured fractions KL is linear.
+    are given that much less to repair. Others' selectors have no positions that follow the repair:
+    what that takes, they may repair more. Between measured fractions KL is linear.
     """
-    cost = {PLAIN: 0.0, "first tokens": 0.0, "layer-1 deviation": times.check, PROBED: times.probe}
-    print(f"costs as a share repaired: check {times.check:.3f}, probe {times.probe:.3f}")
-    report: dict[str, Any] = {"check_cost": times.check, "probe_cost": times.probe}
+    cost = {PLAIN: 0.0, PROBED: times.probe} | {name: _extra(times, name) for name in KNOWN}
+    costs = {"check": times.check, "probe": times.probe, "following": times.following}
+    print("costs as a share repaired:", ", ".join(f"{key} {x:.3f}" for key, x in costs.items()))
+    report: dict[str, Any] = {f"{key}_cost": value for key, value in costs.items()}
     requirements = []
     for ours, bound in ((PLAIN, 1.2), (PROBED, 1.5)):
         mine = figures.kl_at(ours, MAIN_FRACTION - cost[ours])
@@ -170,8 +172,16 @@ def speeds_of(times: Times, figures: Figures) -> dict[Arm, tuple[float, float]]:
 def speed_of(times: Times, arm: Arm) -> float:
     """Times no cache, with the selector's own work."""
     name, fraction = arm
-    extra = {"layer-1 deviation": times.check, PROBED: times.probe}.get(name, 0.0)
-    return times.speedup(fraction, extra=extra)
+    return times.speedup(fraction, extra=_extra(times, name) if fraction else 0.0)
+
+
+def _extra(times: Times, name: str) -> float:
+    """What the selector's own work takes as a share repaired, beside what the service's default
+    takes: that has a following, which others do not have."""
+    if name == PROBED:
+        return times.probe
+    check = times.check if name.startswith("layer-1 deviation") else 0.0
+    return check - (times.following if name in KNOWN else 0.0)
 
 
 def front(found: Sequence[Point]) -> list[Point]:

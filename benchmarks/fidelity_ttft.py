@@ -7,12 +7,14 @@ stored is removed again. Arms are interleaved in rounds.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from benchmarks.engine_rig import LIMITS, NAMESPACE, Answer
 from rakv_cluster.chunking.boundaries import CutTable
@@ -22,10 +24,16 @@ from rakv_cluster.clock import SystemClock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.model.loader import LoadedModel
+from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.reuse.blender import BlendSupport
+from rakv_cluster.reuse.blending import positions_to_compute
 from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
 from rakv_cluster.reuse.probing import probe_settings
+from rakv_cluster.reuse.selection import Positions
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
@@ -70,10 +78,12 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median seconds of every arm; ``layers`` are the model's."""
+    """Median seconds of every arm; ``layers`` are the model's. ``following_s`` of "blend 15%" are
+    spent on what is kept, which follows the repair."""
 
     medians: Mapping[str, float]
     layers: int
+    following_s: float = 0.0
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -88,6 +98,11 @@ class Times:
         """Its time as a share repaired."""
         spent_s = self.medians["blend 15%, probe"] - self.medians["blend 15%"]
         return max(spent_s, 0.0) / self._repair_s
+
+    @property
+    def following(self) -> float:
+        """Its time as a share repaired."""
+        return max(self.following_s, 0.0) / self._repair_s
 
     @property
     def check(self) -> float:
@@ -186,6 +201,25 @@ class TtftRig:
             raise RuntimeError("the seen order was not found")
         return (time.perf_counter() - began_s) * 1e3
 
+    def following_s(self, runner: Runner, rotation: KeyRotation, rounds: int = 9) -> float:
+        """Seconds that it takes in the forwards of a repair of 15%: the median difference between
+        pairs of them, with it and without."""
+        start, stop = len(self._prompt.front), len(self._prompt.ids)
+        lengths = [len(document) for document in self._prompt.documents]
+        runs = np.repeat(np.arange(len(lengths) + 1), [start, *lengths]) - 1
+        reused = np.arange(start, len(runs))
+        computed = positions_to_compute(
+            reused, reused[:: round(1 / 0.15)], covered=start, total=stop
+        )
+        buffer = KvBuffer(torch.zeros(runner.layout.shape(stop)))
+        torch.nn.init.normal_(buffer.data)
+        drift = Drift(rotation, runs, computed)
+        pairs = [
+            [_forwards_s(runner, buffer, computed, each) for each in (drift, NO_DRIFT)]
+            for _ in range(rounds)
+        ]
+        return statistics.median(one - other for one, other in pairs)
+
     def _unseen(self, rng: np.random.Generator) -> tuple[int, ...]:
         """An order whose first document differs from both seeded ones'."""
         while True:
@@ -233,3 +267,13 @@ class TtftRig:
     def _forget(self, prompt: ChunkedPrompt) -> None:
         keys = [chunk.prefix_key for chunk in prompt.chunks]
         self._store.delete([key for key in keys if key not in self._seeded])
+
+
+def _forwards_s(runner: Runner, buffer: KvBuffer, positions: Positions, drift: Drift) -> float:
+    """Seconds to compute any tokens there, in steps of 512."""
+    began_s = time.perf_counter()
+    for start in range(0, len(positions), 512):
+        at = torch.from_numpy(positions[start : start + 512])
+        span = Span(buffer, 0, len(at), int(at[0]), int(at[-1]), drift=drift)
+        runner.forward(Step(at % 1000 + 10, at, (span,), torch.tensor([len(at) - 1])))
+    return time.perf_counter() - began_s

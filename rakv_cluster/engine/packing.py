@@ -80,7 +80,7 @@ class StepPacker:
                 self._tokens_view[known:end] = part.drafts
             self._positions_view[row:end] = positions
             first, last = int(positions[0]), int(positions[-1])
-            spans.append(Span(buffer, row, end, first, last, sequence.watch))
+            spans.append(Span(buffer, row, end, first, last, sequence.watch, sequence.drift))
             choices = part.choices
             self._rows_view[wanted : wanted + choices] = self._all_positions[end - choices : end]
             wanted += choices

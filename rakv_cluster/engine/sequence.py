@@ -13,6 +13,7 @@ import numpy as np
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
 from rakv_cluster.engine.text import TextStream
 from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.model.step import Runner
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
@@ -174,6 +175,11 @@ class Sequence:
         if self.probing:
             return self.blended.probe.watch
         return self.question if self.first_token_s < 0 else UNWATCHED
+
+    @property
+    def drift(self) -> Drift:
+        """What of its KV follows the repair that its next step does part of."""
+        return self.blended.drift if len(self.to_compute) else NO_DRIFT
 
     def importance(self, start: int, stop: int) -> Floats:
         """What the prompt's question attended to of ``[start, stop)``; empty if that was not

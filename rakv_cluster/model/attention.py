@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.step import Span, Step, check_spans
+from rakv_cluster.model.drift import Follower
+from rakv_cluster.model.step import Span, Step, check_spans, followers
 
 BACKEND = "rakv"
 """Name of the attention implementation in transformers."""
@@ -68,10 +69,12 @@ class SpanPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All spans of one step, in row order, and its positions on the device (int64 ``[T]``)."""
+    """All spans of one step, in row order, its positions on the device (int64 ``[T]``), and what
+    follows the rows' new K/V."""
 
     spans: tuple[SpanPlan, ...]
     positions: torch.Tensor
+    followers: tuple[Follower, ...]
 
 
 def plan_step(step: Step, device: torch.device) -> StepPlan:
@@ -85,7 +88,7 @@ def plan_step(step: Step, device: torch.device) -> StepPlan:
         SpanPlan(span, positions[span.row_start : span.row_stop], _groups(span, step.positions))
         for span in step.spans
     )
-    return StepPlan(spans, positions)
+    return StepPlan(spans, positions, followers(step, slice(0, len(positions))))
 
 
 def _groups(span: Span, positions: torch.Tensor) -> tuple[RowGroup, ...]:
@@ -185,6 +188,8 @@ class StepCache:
             rows = slice(span.row_start, span.row_stop)
             _write(span.buffer.keys(layer), keys[0, :, rows], plan)
             _write(span.buffer.values(layer), values[0, :, rows], plan)
+        for follower in self._plan.followers:
+            follower.follow(layer)
         return keys, values
 
     def get_seq_length(self, _layer: int = 0) -> int:

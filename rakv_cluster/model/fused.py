@@ -10,15 +10,18 @@ kernel by row count. What does not depend on the layer is prepared once per step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.model.drift import Follower
 from rakv_cluster.model.linear import PLAIN_ROWS, Kernel, RowPlan
 from rakv_cluster.model.llama import LlamaWeights, RotaryTable
 from rakv_cluster.model.row_attention import HeadShape, RowGroup
 from rakv_cluster.model.row_groups import fast_groups, sdpa_groups, uniform_groups
-from rakv_cluster.model.step import Span, Step, check_spans
+from rakv_cluster.model.step import Span, Step, check_spans, followers
 
 BLOCK_ROWS = 512
 """Rows that go through a layer together: their temporaries stay in the cache, and bounded."""
@@ -94,10 +97,11 @@ class Block:
         kernel: Kernel,
         groups: list[RowGroup],
         watched: list[WatchedRows],
+        followers: Sequence[Follower],
     ) -> None:
         self.rows = slice(start, start + len(scratch.rotated))
         self.scratch, self.kernel = scratch, kernel
-        self._watched = watched
+        self._watched, self._followers = watched, followers
         self._parts = []
         for group in groups:
             rows = slice(group.row_start - start, group.row_stop - start)
@@ -107,8 +111,11 @@ class Block:
 
     def attend(self, layer: int) -> None:
         """Store K/V of the rotated rows and attend."""
-        for group, queries, kv, out in self._parts:
+        for group, _, kv, _ in self._parts:
             group.kv.store(layer, kv)
+        for follower in self._followers:
+            follower.follow(layer)
+        for group, queries, _, out in self._parts:
             group.attend(layer, queries, out)
         for rows in self._watched:
             rows.attend(layer, self.scratch.rotated)
@@ -212,6 +219,7 @@ class FusedLlamaRunner:
                     kernel=choice.kernel,
                     groups=mine,
                     watched=watched,
+                    followers=followers(step, slice(start, stop)),
                 )
             )
         return blocks

@@ -215,16 +215,13 @@ static float *normed(const Shape *shape, const Step *step, float *mine, const fl
     return mine;
 }
 
-/* Rotation, K/V stores and attention of products `qkv`. */
-static void place_and_attend(const Shape *shape, const Step *step, int64_t layer, float *qkv,
-                             float *spaces, float *attended)
+/* Rotation and K/V stores of products `qkv`: this thread's part. */
+static void place_part(const Shape *shape, const Step *step, int64_t layer, float *qkv)
 {
     int64_t start, stop, heads = shape->heads + 2 * shape->kv_heads;
     part(step->rows * heads, &start, &stop);
     for (int64_t i = start; i < stop; i++)
         place(shape, step, layer, qkv, i / heads, i % heads);
-#pragma omp barrier
-    attend(shape, step, qkv, layer, spaces, attended);
 }
 
 static void run_layer(const Shape *shape, const Step *step, const Layer *layer, int64_t number,
@@ -234,7 +231,9 @@ static void run_layer(const Shape *shape, const Step *step, const Layer *layer, 
     const float *x = normed(shape, step, at_.mine, layer->input_norm);
     shared_product(x, rows, &layer->qkv, at_.qkv, 0);
 #pragma omp barrier
-    place_and_attend(shape, step, number, at_.qkv, at_.spaces, at_.attended);
+    place_part(shape, step, number, at_.qkv);
+#pragma omp barrier
+    attend(shape, step, at_.qkv, number, at_.spaces, at_.attended);
     shared_product(at_.attended, rows, &layer->output, step->hidden, 1);
 #pragma omp barrier
     normed(shape, step, at_.mine, layer->mlp_norm);
@@ -288,11 +287,19 @@ void rakv_add_norm(const Shape *shape, float *hidden, const float *update, const
     }
 }
 
-/* attended[rows, heads * head_dim] of products `qkv`, which are rotated in place. */
-void rakv_attend(const Shape *shape, const Step *step, float *qkv, int64_t layer, float *attended)
+/* Products `qkv`: the queries are rotated in place, K and V go into their slots. */
+void rakv_place(const Shape *shape, const Step *step, float *qkv, int64_t layer)
 {
 #pragma omp parallel num_threads(step->threads)
-    place_and_attend(shape, step, layer, qkv, step->scratch, attended);
+    place_part(shape, step, layer, qkv);
+}
+
+/* attended[rows, heads * head_dim] of `qkv` once it is placed. */
+void rakv_attend(const Shape *shape, const Step *step, const float *qkv, int64_t layer,
+                 float *attended)
+{
+#pragma omp parallel num_threads(step->threads)
+    attend(shape, step, qkv, layer, step->scratch, attended);
 }
 
 /* out[rows, inner] from gate and up side by side. */

@@ -29,7 +29,10 @@ PANEL = 64
 LANES = 16
 """Floats of one vector; weights have a multiple of so many inputs, and heads."""
 
-_SOURCES = [str(Path(__file__).with_name(name)) for name in ("native.c", "native_attention.c")]
+_SOURCES = [
+    str(Path(__file__).with_name(name))
+    for name in ("native.c", "native_attention.c", "native_drift.c")
+]
 _COMPILERS = ("gcc", "cc")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_S = 60.0
@@ -113,12 +116,40 @@ class NativeStep(_Struct):
     )
 
 
+class NativeFollowing(_Struct):
+    """``Following`` of native_drift.c."""
+
+    _fields_ = (
+        ("low", _Int),
+        ("count", _Int),
+        ("kv_heads", _Int),
+        ("head_dim", _Int),
+        ("half", _Int),
+        ("repaired", _Int),
+        ("runs", _Int),
+        ("positions", _Address),
+        ("starts", _Address),
+        ("row", _Address),
+        ("follows", _Address),
+        ("cosines", _Address),
+        ("sines", _Address),
+        ("before", _Address),
+        ("decay", ctypes.c_double),
+        ("prior", ctypes.c_double),
+        ("clip", ctypes.c_double),
+        ("space", _Address),
+        ("threads", _Int),
+    )
+
+
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rakv_layers": (_Address, _Address, _Address, _Int, _Int),
     "rakv_product": (_Address, _Address, _Int, _Address, _Int),
     "rakv_collapse": (_Address,),
     "rakv_add_norm": (*(_Address,) * 5, _Int, _Int),
+    "rakv_place": (_Address, _Address, _Address, _Int),
     "rakv_attend": (_Address, _Address, _Address, _Int, _Address),
+    "rakv_follow": (_Address, _Int, _Address, _Int, _Int),
     "rakv_activate": (_Address, _Address, _Address, _Int, _Int),
 }
 
@@ -149,6 +180,8 @@ def native_library() -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, None
     library.rakv_scratch.argtypes = (_Address, _Int, _Int, _Int)
     library.rakv_scratch.restype = _Int
+    library.rakv_following_space.argtypes = (_Address,)
+    library.rakv_following_space.restype = _Int
     return library
 
 

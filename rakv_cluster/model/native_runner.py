@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.model.drift import Between, Drift, MakeFollower
 from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner, WatchedRows
 from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel, Linear
 from rakv_cluster.model.llama import LlamaWeights
 from rakv_cluster.model.native import NativeStep, NativeWeight, NativeWeights, native_library
+from rakv_cluster.model.native_drift import NativeFollower
 from rakv_cluster.model.row_attention import HeadShape
-from rakv_cluster.model.step import Step, check_spans
+from rakv_cluster.model.step import Step, check_spans, followers
 
 SMALL_ROWS = 64
 """Up to so many rows the native products are the quicker ones, and they take no more (``MAX_ROWS``
@@ -49,8 +52,9 @@ class _Block:
         *,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
+        follower: MakeFollower,
     ) -> None:
-        """``hidden`` and ``rotary`` are the block's rows."""
+        """``hidden`` and ``rotary`` are the block's rows; ``follower`` makes what follows them."""
         count = rows.stop - rows.start
         self.rows, self.hidden, self._shape = rows, hidden, shape
         self.watched: list[WatchedRows] = []
@@ -68,6 +72,7 @@ class _Block:
             starts.extend(_tiles(mine, tile_rows, shares))
             if span.watch.layers:
                 self.watched.append(WatchedRows(shape, span, step.positions, rows.start, rows.stop))
+        self.followers = followers(step, rows, follower)
         positions = step.positions[rows].contiguous()
         tiles = np.array([*starts, count], np.int64)
         cosines, sines = rotary
@@ -116,7 +121,7 @@ class NativeLlamaRunner(FusedLlamaRunner):
         hidden = functional.embedding(step.token_ids, self._weights.embedding)
         blocks = self._native_blocks(step, hidden)
         rows, wanted = hidden.shape[0], len(step.logit_rows)
-        if rows > SMALL_ROWS:
+        if rows > SMALL_ROWS or blocks[0].followers:
             return self._head(self._run_large(blocks, step.logit_rows))
         if _MANY_ROWS * wanted > rows:
             self._run_small(blocks[0], len(self._weights.layers))
@@ -140,9 +145,13 @@ class NativeLlamaRunner(FusedLlamaRunner):
                     rows,
                     hidden=hidden[rows],
                     rotary=(cosines[rows], sines[rows]),
+                    follower=self._follower,
                 )
             )
         return blocks
+
+    def _follower(self, drift: Drift, between: Between, buffer: KvBuffer) -> NativeFollower:
+        return NativeFollower(self._native, drift, between, buffer)
 
     def _scratch(self, step: NativeStep, rows: int) -> torch.Tensor:
         """Scratch of a small step's rows (or, of none, what attention needs), told to the step."""
@@ -208,7 +217,11 @@ class NativeLlamaRunner(FusedLlamaRunner):
         qkv = self._product(layer.qkv, self._native_weights.layers[number].qkv, x)
         attended = x.new_empty(x.shape[0], layer.output.weight.shape[1])
         step = block.step.address
-        self._native.rakv_attend(self._shape, step, qkv.data_ptr(), number, attended.data_ptr())
+        native = self._native
+        native.rakv_place(self._shape, step, qkv.data_ptr(), number)
+        for follower in block.followers:
+            follower.follow(number)
+        native.rakv_attend(self._shape, step, qkv.data_ptr(), number, attended.data_ptr())
         block.tell_watches(number, qkv)
         return attended
 

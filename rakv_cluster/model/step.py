@@ -9,6 +9,7 @@ import torch
 
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout
+from rakv_cluster.model.drift import NO_DRIFT, Drift, Follower, MakeFollower, ProductFollower
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 
 
@@ -19,7 +20,7 @@ class Span:
     Their K/V go into ``buffer`` at their positions; each row attends to every slot up to its own
     position (in sliding-window layers, to the window before it). Slots between 0 and the span's
     last position must hold that sequence's KV or be written by this span. ``watch`` is told what
-    they attend to.
+    they attend to. Slots that ``drift`` says are reused follow what the rows repair.
     """
 
     buffer: KvBuffer
@@ -28,6 +29,7 @@ class Span:
     first_position: int
     last_position: int
     watch: AttentionWatch = UNWATCHED
+    drift: Drift = NO_DRIFT
 
     def tell_watch(
         self,
@@ -78,6 +80,24 @@ def check_spans(step: Step) -> None:
         row = span.row_stop
     if row != len(step.token_ids):
         raise ValueError(f"spans cover {row} of {len(step.token_ids)} rows")
+
+
+def followers(
+    step: Step, rows: slice, make: MakeFollower = ProductFollower
+) -> tuple[Follower, ...]:
+    """One for each span with reused slots that follow some of ``rows`` of the step.
+
+    To be made before any of those rows' K/V are stored.
+    """
+    found = []
+    for span in step.spans:
+        start, stop = max(span.row_start, rows.start), min(span.row_stop, rows.stop)
+        if start < stop and len(span.drift.computed):
+            first, last = step.positions[[start, stop - 1]].tolist()
+            between = span.drift.between(first, last)
+            if len(between.repaired) and len(between.kept):
+                found.append(make(span.drift, between, span.buffer))
+    return tuple(found)
 
 
 class Runner(Protocol):

@@ -16,6 +16,7 @@ from rakv_cluster.chunking.openings import Openings
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.reuse.blending import (
     Bill,
     DonorLoad,
@@ -29,7 +30,7 @@ from rakv_cluster.reuse.calibration import Calibration, Choice, refused
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import usable
 from rakv_cluster.reuse.probing import NO_PROBE, NOT_PROBED, Probe, ProbeSettings
-from rakv_cluster.reuse.selection import Positions, Selector, important_and_first, no_positions
+from rakv_cluster.reuse.selection import Positions, Selector, default_selector, no_positions
 from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.base import ChunkStore, LoadItem
 from rakv_cluster.types import BlendWish, ChunkedPrompt
@@ -46,7 +47,7 @@ class BlendSupport:
 
     rotation: KeyRotation
     calibration: Callable[[], Calibration] = Calibration
-    selector: Selector = important_and_first
+    selector: Selector = default_selector
     probe: ProbeSettings = NOT_PROBED
 
 
@@ -60,7 +61,7 @@ class Blended:
     Of the reused positions ``kept`` are as they were loaded and ``repaired`` are among those to
     compute; ``first`` is the first of them all. ``expected_kl`` is -1 where it is not known. With a
     pending ``probe`` the positions left are its first pass; :meth:`settled` says what comes then.
-    ``probed``: that pass has run.
+    ``probed``: that pass has run. What is kept follows the repair as ``drift`` says.
     """
 
     to_compute: Positions = field(default_factory=no_positions)
@@ -71,6 +72,7 @@ class Blended:
     reason: str = ""
     probe: Probe = NO_PROBE
     probed: bool = False
+    drift: Drift = NO_DRIFT
 
     def settled(self) -> Blended:
         """After the probe's pass: the repair that it chose."""
@@ -79,7 +81,8 @@ class Blended:
         left = positions_to_compute(
             probe.reused.positions, repaired, covered=probe.covered, total=probe.total
         )
-        return replace(self, to_compute=left, probe=NO_PROBE, probed=True)
+        drift = replace(self.drift, computed=left)
+        return replace(self, to_compute=left, probe=NO_PROBE, probed=True, drift=drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +172,23 @@ class Blender:
         reused = reused_positions(loads, sensitivity, importance)
         count = round(choice.fraction * len(reused.positions))
         repaired = self.support.selector(reused, count)
+        left = positions_to_compute(reused.positions, repaired, covered=covered, total=total)
+        drift = Drift(self.support.rotation, reused.runs, left)
         blended = Blended(
-            positions_to_compute(reused.positions, repaired, covered=covered, total=total),
+            left,
             first=loads[0].start,
             kept=len(reused.positions) - len(repaired),
             repaired=len(repaired),
             expected_kl=choice.expected_kl,
+            drift=drift,
         )
         # With nothing or everything to repair there is nothing to find out.
         if not choice.probed or not blended.kept or not blended.repaired:
             return blended
         probe = Probe.of(self.support.probe, reused, count, covered=covered, total=total)
-        return replace(blended, to_compute=probe.first_pass(), probe=probe)
+        # The first pass repairs nothing: nothing follows it.
+        drift = replace(drift, computed=no_positions())
+        return replace(blended, to_compute=probe.first_pass(), probe=probe, drift=drift)
 
     def _chosen(self, wish: BlendWish, choices: Sequence[Choice], bill: Bill) -> Choice:
         """The cheapest. Of one forced fraction that is never the probed one, which is taken unless

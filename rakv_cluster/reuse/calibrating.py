@@ -19,7 +19,7 @@ from rakv_cluster.reuse.fidelity import (
     Measured,
 )
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
-from rakv_cluster.reuse.selection import Selector, important_and_first
+from rakv_cluster.reuse.selection import Selector, default_selector
 
 FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.55)
 _RESAMPLES = 2000
@@ -89,7 +89,7 @@ def measure_curves(
     prompts: Sequence[FidelityPrompt],
     ends: frozenset[int],
     *,
-    selector: Selector = important_and_first,
+    selector: Selector = default_selector,
     probe: ProbeSettings = NOT_PROBED,
     fractions: Sequence[float] = FRACTIONS,
     piece_rows: int = PIECE_ROWS,

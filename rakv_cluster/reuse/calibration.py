@@ -17,7 +17,9 @@ from rakv_cluster.errors import ConfigError
 MOST_REPAIRED = 0.6
 """Repairing more than this saves too little: such a request is computed exactly."""
 
-_FORMAT = 2
+_FORMAT = 3
+"""Of what is kept. Another number means other figures: what was measured before kept positions
+followed the repair says nothing now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +123,17 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """What is kept at ``path``: an empty one if nothing is.
+    """What is kept at ``path``: an empty one if nothing is, or that of an older version.
 
     Raises :class:`ConfigError` for a file that is no calibration.
     """
     try:
         data = json.loads(path.read_text())
-        if data.pop("format") != _FORMAT:
-            raise ValueError("unknown format")
+        found = int(data.pop("format"))
+        if found < _FORMAT:
+            return Calibration()
+        if found > _FORMAT:
+            raise ValueError(f"unknown format {found}")
         plain, probed = _points(data.pop("points")), _points(data.pop("probed"))
         return Calibration(**data, points=plain, probed=probed)
     except FileNotFoundError:

@@ -16,6 +16,7 @@ import torch
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.kv.layout import bits, kv_dtype
 from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.blending import positions_to_compute
@@ -101,7 +102,7 @@ class FidelityCase:
         piece_rows: int = PIECE_ROWS,
     ) -> None:
         self._runner = runner
-        self._piece_rows = piece_rows
+        self._piece_rows, self._rotation = piece_rows, rotation
         self._prompt = prompt
         self._ends = ends
         self._ids = prompt.ids
@@ -125,10 +126,13 @@ class FidelityCase:
         """Length of the prompt."""
         return len(self._ids)
 
-    def measure(self, selector: Selector, fraction: float, *, text: bool = False) -> Measured:
+    def measure(
+        self, selector: Selector, fraction: float, *, text: bool = False, follow: bool = True
+    ) -> Measured:
         """Repair ``fraction`` of the documents' tokens as ``selector`` chooses, and compare.
 
-        With ``text`` the selection also writes its own, which takes up to 31 steps.
+        With ``text`` the selection also writes its own, which takes up to 31 steps. The others
+        ``follow`` what is repaired (see :mod:`rakv_cluster.model.drift`), or stay as they are.
         """
         count = round(fraction * len(self.reused.positions))
         repaired = selector(self.reused, count)
@@ -139,7 +143,8 @@ class FidelityCase:
             self.reused.positions, repaired, covered=len(self._prompt.front), total=total
         )
         rows = list(range(len(left) - len(self.reference), len(left)))
-        logits = self._compute(buffer, known, left, rows)
+        drift = Drift(self._rotation, self.reused.runs, left) if follow else NO_DRIFT
+        logits = self._compute(buffer, known, left, rows, drift=drift)
         written = self._written(buffer, logits) if text else ()
         found = self._compared(len(repaired), logits, self._score(buffer, logits[:1]))
         return replace(found, text=written)
@@ -257,6 +262,7 @@ class FidelityCase:
         rows: Sequence[int],
         *,
         watch: AttentionWatch = UNWATCHED,
+        drift: Drift = NO_DRIFT,
     ) -> torch.Tensor:
         """Run ``ids`` at ascending ``positions`` in pieces; logits of the given ``rows`` on the
         CPU."""
@@ -268,7 +274,7 @@ class FidelityCase:
                 [row - start for row in rows if start <= row < start + len(piece)],
                 dtype=torch.int64,
             )
-            span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]), watch)
+            span = Span(buffer, 0, len(piece), int(piece[0]), int(piece[-1]), watch, drift)
             step = Step(known[piece], piece, (span,), wanted)
             parts.append(self._runner.forward(step).cpu().clone())
         return torch.cat(parts)

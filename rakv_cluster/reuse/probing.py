@@ -15,9 +15,9 @@ from rakv_cluster.reuse.selection import (
     Positions,
     Reused,
     Selector,
-    most_attended,
     no_positions,
     nothing,
+    probed_selector,
     unknown,
 )
 from rakv_cluster.types import ChunkedPrompt
@@ -41,7 +41,7 @@ class ProbeSettings:
     """
 
     layers: tuple[int, ...] = ()
-    selector: Selector = most_attended
+    selector: Selector = probed_selector
     most_share: float = 0.25
 
 

@@ -22,7 +22,11 @@ def no_positions() -> Positions:
     return np.empty(0, dtype=np.int64)
 
 
-_IMPORTANT_SHARE = 0.5
+_IMPORTANT_SHARE, _FIRST_SHARE = 0.5, 0.2
+"""Of the default's count, if importance is known of all."""
+
+_SPREAD_SHARE = 0.15
+"""Of what a probe chooses by attention."""
 
 
 def unknown(count: int) -> Floats:
@@ -48,6 +52,15 @@ class Reused:
     importance: Floats
     deviation: Floats
     attention: Floats
+
+    @property
+    def runs(self) -> Positions:
+        """The number of each position's run, from 0 to the last one reused: ``[last + 1]``;
+        negative where nothing is reused."""
+        runs = np.full(int(self.positions[-1]) + 1, -1, dtype=np.int64)
+        goes_on = (np.diff(self.positions) == 1) & (np.diff(self.offsets) == 1)
+        runs[self.positions] = np.concatenate([[0], np.cumsum(~goes_on)])
+        return runs
 
     def part(self, mask: npt.NDArray[np.bool_]) -> Reused:
         """Those positions that ``mask`` ``[n]`` is true for."""
@@ -110,14 +123,32 @@ def at_random(seed: int) -> Selector:
     return select
 
 
-def important_and_first(reused: Reused, count: int) -> Positions:
-    """The default without a probe: half of ``count`` for the most important tokens, as far as that
-    is known of them, and the rest for the first tokens of runs."""
+def evenly_spread(reused: Reused, count: int) -> Positions:
+    """Equally far from each other: positions between them follow them (see
+    :mod:`rakv_cluster.model.drift`)."""
+    total = len(reused.positions)
+    count = min(max(count, 0), total)
+    return reused.positions[(2 * np.arange(count) + 1) * total // max(2 * count, 1)]
+
+
+def default_selector(reused: Reused, count: int) -> Positions:
+    """Without a probe: half of ``count`` for the most important tokens, as far as that is known of
+    them; two fifths of the rest for the first tokens of runs, and what is left evenly spread."""
     seen = ~np.isnan(reused.importance)
     share = _IMPORTANT_SHARE * float(seen.mean()) if len(seen) else 0.0
     best = most_important(reused.part(seen), round(share * count))
-    rest = reused.part(~np.isin(reused.positions, best))
-    return np.sort(np.concatenate([best, first_of_runs(rest, count - len(best))]))
+    first_share = _FIRST_SHARE / (1 - _IMPORTANT_SHARE)
+    first = first_of_runs(_without(reused, best), round(first_share * (count - len(best))))
+    chosen = np.concatenate([best, first])
+    rest = evenly_spread(_without(reused, chosen), count - len(chosen))
+    return np.sort(np.concatenate([chosen, rest]))
+
+
+def probed_selector(reused: Reused, count: int) -> Positions:
+    """With a probe: what the question attends to, and some evenly spread."""
+    spread = evenly_spread(reused, round(_SPREAD_SHARE * count))
+    best = most_attended(_without(reused, spread), count - len(spread))
+    return np.sort(np.concatenate([spread, best]))
 
 
 SELECTORS: Mapping[str, Selector] = {
@@ -127,8 +158,13 @@ SELECTORS: Mapping[str, Selector] = {
     "sensitivity": most_sensitive,
     "importance": most_important,
     "attention": most_attended,
+    "spread": evenly_spread,
     "all": everything,
 }
+
+
+def _without(reused: Reused, positions: Positions) -> Reused:
+    return reused.part(~np.isin(reused.positions, positions))
 
 
 def _root_of_sensitivity(reused: Reused) -> Floats:

@@ -11,7 +11,7 @@ import torch
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.model.rope import key_rotation
-from rakv_cluster.model.step import Runner
+from rakv_cluster.model.step import Runner, Step
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.selection import first_of_runs
 from rakv_cluster.reuse.traits import Trait, known
@@ -157,29 +157,46 @@ def test_a_second_prefix_teaches_sensitivity(subject: Subject) -> None:
     assert 0.4 < after.mean() <= 1.001
 
 
-def test_a_selector_is_obeyed_wherever_it_points() -> None:
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_selector_is_obeyed_wherever_it_points(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scattered rows over loaded slots: every share of first tokens, in steps of a few rows."""
     model = tiny_llama()
     runner = generic_runner(model)
-    support = BlendSupport(key_rotation(model, runner), selector=first_of_runs)
-    subject = Subject(runner, support)
-    shuffled = (SYSTEM, SECOND, FIRST, QUESTION)
-    answers = []
-    for rows in (16, 512):
-        clock = ManualClock()
-        engine = EngineHarness(
-            runner,
-            MemoryStore(1 << 28, clock),
-            clock,
-            settings=replace(SETTINGS, max_step_tokens=rows),
-            limits=LIMITS,
-            blending=subject.support,
-        )
-        ask(engine, SYSTEM, FIRST, SECOND, QUESTION)
-        answers.append([ask(engine, *shuffled, recompute=f).token_ids for f in (0.1, 0.5, 0.9)])
+    clock = ManualClock()
+    engine = EngineHarness(
+        runner,
+        MemoryStore(1 << 28, clock),
+        clock,
+        settings=replace(SETTINGS, max_step_tokens=rows),
+        limits=LIMITS,
+        blending=BlendSupport(key_rotation(model, runner), selector=first_of_runs),
+    )
+    ask(engine, SYSTEM, FIRST, SECOND, QUESTION)
+    computed: list[int] = []
+    forward = runner.forward
 
-    # In ascending order, split or not, a repair computes the same.
-    assert answers[0] == answers[1]
+    def noting(step: Step) -> torch.Tensor:
+        computed.extend(step.positions.tolist())
+        return forward(step)
+
+    monkeypatch.setattr(runner, "forward", noting)
+    second, first = 20, 20 + len(SECOND)
+    question = first + len(FIRST)
+    for fraction in (0.1, 0.5, 0.9):
+        computed.clear()
+        answer = ask(engine, SYSTEM, SECOND, FIRST, QUESTION, recompute=fraction)
+
+        # Equally many of each document's first tokens, then the question and the answer.
+        repaired = [place for place in computed if place < question]
+        each = answer.stats.repaired_tokens // 2
+        assert repaired[:each] == list(range(second, second + each))
+        assert repaired[-each:] == list(range(first, first + each))
+        assert len(repaired) == answer.stats.repaired_tokens
+        assert computed[len(repaired) : len(repaired) + len(QUESTION)] == list(
+            range(question, question + len(QUESTION))
+        )
 
 
 def test_a_model_that_is_not_calibrated_is_computed_exactly_and_says_so(

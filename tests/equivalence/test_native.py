@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from rakv_cluster.errors import UnsupportedModel
 from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model import native
+from rakv_cluster.model.drift import Drift
 from rakv_cluster.model.fused import FusedLlamaRunner
 from rakv_cluster.model.linear import pack_all
 from rakv_cluster.model.llama import llama_weights
@@ -269,3 +272,30 @@ def test_a_missing_or_failing_compiler_is_no_error(
             native.native_library()
     finally:
         native.native_library.cache_clear()
+
+
+@pytest.mark.parametrize("count", [10, 70])
+def test_what_follows_a_repair_is_as_in_the_fused_decoder(
+    runner: NativeLlamaRunner, count: int
+) -> None:
+    """Of few rows, which are one call otherwise, and of many."""
+    fused = FusedLlamaRunner(runner.weights)
+    half = runner.layout.head_dim // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    rotation = KeyRotation(frequencies.repeat(runner.layout.layers, 1))
+    repaired = torch.linspace(3, LENGTH - 8, count).long()
+    positions = torch.cat([repaired, torch.arange(LENGTH - 5, LENGTH)])
+    runs = np.repeat([-1, 0, 1], [2, 90, LENGTH - 97])
+    drift = Drift(rotation, runs, positions.numpy())
+    ids = torch.randint(3, SIZES["vocab_size"], (len(positions),))
+    reused = torch.randn(runner.layout.shape(LENGTH))
+    buffers = []
+    for each in (fused, runner):
+        buffer = KvBuffer(reused.clone())
+        span = Span(buffer, 0, len(positions), 3, LENGTH - 1, drift=drift)
+        each.forward(Step(ids, positions, (span,), torch.tensor([len(positions) - 1])))
+        buffers.append(buffer.data)
+
+    torch.testing.assert_close(buffers[1], buffers[0], rtol=1e-3, atol=1e-3)
+    kept = torch.tensor([place for place in range(3, LENGTH - 5) if place not in repaired])
+    assert not torch.equal(buffers[1][:, :, :, kept], reused[:, :, :, kept])

@@ -37,12 +37,14 @@ from rakv_cluster.reuse.selection import (
     Reused,
     Selector,
     at_random,
+    default_selector,
+    evenly_spread,
     first_of_runs,
-    important_and_first,
     most_attended,
     most_deviating,
     most_important,
     most_sensitive,
+    probed_selector,
     unknown,
 )
 from rakv_cluster.store.base import Found
@@ -169,9 +171,11 @@ SPENDING = {
     "sensitivity": most_sensitive,
     "deviation": most_deviating,
     "random": at_random(3),
-    "default": important_and_first,
+    "default": default_selector,
     "importance": most_important,
     "attention": most_attended,
+    "spread": evenly_spread,
+    "probed": probed_selector,
 }
 
 
@@ -202,14 +206,41 @@ def test_the_first_tokens_of_each_run_come_before_second_ones() -> None:
     assert first_of_runs(reused, 3).tolist() == [4, 5, 10]
 
 
+def test_spread_positions_are_as_far_from_each_other_as_from_the_ends() -> None:
+    reused = reused_positions([load(4, 12, 10)], *[[np.zeros(12, np.float32)]] * 2)
+
+    assert evenly_spread(reused, 3).tolist() == [6, 10, 14]
+
+
+def test_the_probe_leaves_a_sixth_or_so_to_spread_ones() -> None:
+    """Attention grows to the end: 17 of 20 are the last ones, 3 divide the rest."""
+    figures = np.arange(100, dtype=np.float32)
+    reused = reused_positions([load(1, 100, 10)], [unknown(100)], [unknown(100)])
+
+    chosen = probed_selector(replace(reused, attention=figures), 20)
+
+    assert chosen.tolist() == [17, 51, *range(83, 101)]
+
+
+def test_runs_are_numbered_where_distance_or_order_breaks() -> None:
+    """Two loads side by side that move by one distance are one run; then a gap, then another."""
+    figures = [np.zeros(2, np.float32)] * 4
+    reused = reused_positions(
+        [load(1, 2, 11), load(3, 2, 13), load(6, 2, 16), load(8, 2, 40)], figures, figures
+    )
+
+    assert reused.runs.tolist() == [-1, 0, 0, 0, 0, -1, 1, 1, 2, 2]
+
+
 def test_the_default_halves_its_count_as_far_as_importance_is_known() -> None:
-    """Of 4 tokens one is the most important of the half that is known; the others are first."""
+    """Of 4 tokens one is the most important of the half that is known, one is first, and two stand
+    in the middle of either half of what is left."""
     important = np.array([0, 1, 3, 2], dtype=np.float32)
     reused = reused_positions(
         [load(4, 4, 10), load(10, 4, 40)], [unknown(4)] * 2, [unknown(4), important]
     )
 
-    assert important_and_first(reused, 4).tolist() == [4, 5, 10, 12]
+    assert default_selector(reused, 4).tolist() == [4, 6, 11, 12]
 
 
 @pytest.mark.parametrize("selector", [most_important, most_attended])
@@ -274,7 +305,14 @@ def test_a_calibration_is_kept_per_model(tmp_path: Path) -> None:
     assert load_calibration(calibration_path(tmp_path, b"\x03")) == Calibration()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 9}', '{"format": 1, "points": 3}'])
+def test_a_calibration_of_an_older_version_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"format": 2, "points": []}')
+
+    assert load_calibration(path) == Calibration()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 9}', '{"format": 3, "points": 3}'])
 def test_a_file_that_is_no_calibration_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
