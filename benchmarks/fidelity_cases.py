@@ -57,7 +57,10 @@ CHARACTERS_PER_TOKEN = 4
 Arm = tuple[str, float]
 """A selector's name and the fraction that it repairs."""
 
-WRITING: tuple[Arm, ...] = (("none", 0.0), (PLAIN, MAIN_FRACTION), (PROBED, MAIN_FRACTION))
+WRITING: tuple[Arm, ...] = (
+    ("none", 0.0),
+    *((name, fraction) for name in (PLAIN, PROBED) for fraction in (0.05, MAIN_FRACTION)),
+)
 """Arms that write an answer of their own, for the task's accuracy."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -143,6 +144,8 @@ def _task(figures: Figures, name: str, fraction: float) -> str:
 def _answer_lost(cases: Sequence[Measured]) -> Interval:
     """Log-probability per token of the answers, over the cases that have one."""
     answered = [case for case in cases if case.exact_answer_logp]
+    if not answered:
+        return Interval(math.nan, math.nan, math.nan)
     return mean_of([case.exact_answer_logp - case.answer_logp for case in answered])
 
 
