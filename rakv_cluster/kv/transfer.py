@@ -21,7 +21,8 @@ class HostCopy(Protocol):
     """A copy that may still be under way."""
 
     def wait(self) -> np.ndarray:
-        """The bits of the slots once they have arrived, contiguous, private; any thread."""
+        """The bits of the slots once they have arrived, contiguous, private; any thread. Not to be
+        written to."""
         ...
 
 
@@ -68,9 +69,10 @@ class HostTransfer:
 
     def to_host(self, slots: torch.Tensor) -> HostCopy:
         """See :class:`Transfer`."""
-        copied = torch.empty(slots.shape, dtype=slots.dtype)
-        copied.copy_(slots)
-        return _Copied(bits(copied))
+        # Memory of numpy's own that nobody can write to: a store keeps it as it is.
+        copied = np.array(bits(slots), order="C")
+        copied.setflags(write=False)
+        return _Copied(copied)
 
 
 HOST_TRANSFER = HostTransfer()

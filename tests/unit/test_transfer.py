@@ -48,6 +48,9 @@ def test_a_host_copy_is_of_that_moment_contiguous_and_private(
     data.zero_()
 
     assert copy.wait().flags.c_contiguous
+    if device.type == "cpu":  # a store in RAM need not copy it once more
+        assert not copy.wait().flags.writeable
+        assert copy.wait().base is None
     assert np.array_equal(copy.wait(), expected)
 
 
