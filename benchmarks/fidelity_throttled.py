@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Requirement, table
-from benchmarks.fidelity_ttft import Arm, Timed, TtftRig
+from benchmarks.fidelity_ttft import Arm, Timed, TtftRig, over
 from rakv_cluster.clock import SystemClock
 from rakv_cluster.kv.record import ChunkRecord
 from rakv_cluster.model.loader import LoadedModel
@@ -86,7 +86,7 @@ def throttled(
     rows, report, requirements = [], {}, []
     for arm in ARMS:
         each, sight_s = timed[arm.name], first[arm.name].seconds[0]
-        ratio = statistics.median(each.seconds) / base_s
+        ratio = over(each, timed[BASE.name])
         rows.append([arm.name, _loaded(each), statistics.median(each.seconds), ratio, sight_s])
         report[arm.name] = {
             "seconds": each.seconds, "no_cache_seconds": base, "over_no_cache": ratio,

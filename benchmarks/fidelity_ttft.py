@@ -81,6 +81,13 @@ class Timed:
     stats: RequestStats = field(default_factory=RequestStats)
 
 
+def over(arm: Timed, base: Timed) -> float:
+    """How many times as long as ``base`` an arm took: the median over rounds, each beside its own,
+    because a shared machine's speed moves by a quarter within minutes."""
+    pairs = zip(arm.seconds, base.seconds, strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Median seconds of every arm; ``layers`` are the model's. ``following_s`` of "blend 15%" are

@@ -12,7 +12,8 @@ time of the replicas. What is measured is the router and the caches it steers: s
 agents' sessions differ by some 6% with when they begin, so that the median of five is off by 3%,
 which is all that may be lost (ADR 0107): what is printed is the median of fifteen, each beside the
 best of the others in the same run. About 40 minutes of one core. Without the recorded traces
-(``$RAKV_SHARED``), questions about documents of Zipf popularity take their place, and the report says so.
+(``$RAKV_SHARED``), questions about documents of Zipf popularity take their place, and the report
+says so.
 """
 
 from __future__ import annotations

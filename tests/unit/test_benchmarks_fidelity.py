@@ -8,7 +8,7 @@ import pytest
 from benchmarks.fidelity_cases import Figures, ratio
 from benchmarks.fidelity_report import Point, front
 from benchmarks.fidelity_task import Task, accuracy, difference, plain, verdict
-from benchmarks.fidelity_ttft import Times
+from benchmarks.fidelity_ttft import Timed, Times, over
 from rakv_cluster.reuse.calibrating import Interval
 from rakv_cluster.reuse.fidelity import Measured
 
@@ -105,3 +105,10 @@ def test_accuracies_are_compared_prompt_by_prompt() -> None:
 
     assert accuracy(full).value == 0.5
     assert difference(mine, full).value == -0.5
+
+
+def test_an_arm_is_compared_round_by_round() -> None:
+    """A machine that is twice as slow in the second half changes nothing."""
+    base, arm = Timed([1.0, 1.0, 2.0, 2.0, 2.0]), Timed([1.1, 1.2, 2.2, 2.6, 2.2])
+
+    assert over(arm, base) == pytest.approx(1.1)
