@@ -85,19 +85,16 @@ def earlier(name: str, out: Path) -> Ran | None:
 def page(ran: Sequence[Ran]) -> str:
     """The page of results, in Markdown."""
     first = next((one.report["header"] for one in ran if one.report), {})
-    machine = first.get("machine", {})
     lines = [
         "# Results",
         "",
         "Written by `python -m benchmarks.all --page docs/results.md`; do not edit. Short forms "
         "show that a benchmark works; full forms are what to quote.",
         "",
-        f"- machine: {machine.get('cpu')}, {machine.get('cores')} cores, "
-        f"{machine.get('memory_gib')} GiB, {machine.get('system')}",
         f"- seed: {first.get('seed')}",
         "",
-        "| benchmark | form | commit | time | requirements held | |",
-        "|---|---|---|---|---|---|",
+        "| benchmark | form | commit | time | machine | requirements held | |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in ran:
         wanted = one.report.get("requirements", [])
@@ -107,7 +104,7 @@ def page(ran: Sequence[Ran]) -> str:
         commit = f"`{header.get('commit', '')[:7]}`" + "+" * bool(header.get("uncommitted_changes"))
         lines.append(
             f"| [{one.name}](#{one.name}) | {_form(one)} | {commit} | {header.get('time', '')} "
-            f"| {held} of {len(wanted)} | {state} |"
+            f"| {_machine(header.get('machine', {}))} | {held} of {len(wanted)} | {state} |"
         )
     for one in ran:
         lines += [
@@ -126,6 +123,10 @@ def page(ran: Sequence[Ran]) -> str:
         shown = [x for x in one.output.splitlines() if not x.startswith("{")][-_KEPT_LINES:]
         lines += ["", "```text", *shown, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    return f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('memory_gib')} GiB"
 
 
 def _form(one: Ran) -> str:
