@@ -42,8 +42,8 @@ def test_the_page_says_where_figures_are_from_and_what_was_missed() -> None:
 
     for part in ("a CPU, 2 cores", "seed: 7", "ok line", "`python -m benchmarks.good --short`",
                  "- a ratio: 0.5, must be >= 1",
-                 "| [good](#good) | short | `c0ffee`+ | 2026-01-01T00:00:00+00:00 | a CPU, 2 cores, "
-                 "4.0 GiB | 1 of 1 |  |",
+                 "| [good](#good) | short | `c0ffee`+ | 2026-01-01T00:00:00+00:00 | a CPU, 2 "
+                 "cores, 4.0 GiB | 1 of 1 |  |",
                  "did not finish (exit code 1)"):  # fmt: skip
         assert part in text
     assert "{}" not in text
