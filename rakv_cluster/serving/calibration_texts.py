@@ -68,11 +68,15 @@ def _parts(
     renderer: PromptRenderer, chosen: Sequence[tuple[str, str]], name: str
 ) -> tuple[Ids, tuple[Ids, ...], Ids]:
     """What stands in front of the documents, they themselves, and the question about ``name``."""
-    messages = [Message("system", _SYSTEM), Message("user", _QUESTION.format(name=name))]
-    rendered = renderer.chat(messages, [Document(text, each) for each, text in chosen])
+    question = _QUESTION.format(name=name)
+    documents = [Document(text, each) for each, text in chosen]
+    if renderer.chats:
+        rendered = renderer.chat([Message("system", _SYSTEM), Message("user", question)], documents)
+    else:
+        rendered = renderer.completion(question, [Document(_SYSTEM, "instructions"), *documents])
     if not rendered.documents:
-        raise ConfigError("this model's chat template does not keep documents apart")
-    first, last = rendered.documents[0], rendered.documents[-1]
+        raise ConfigError("this model's prompts do not keep documents apart")
+    first, last = rendered.documents[-len(documents)], rendered.documents[-1]
     segments = rendered.segments
     return _joined(segments[:first]), segments[first : last + 1], _joined(segments[last + 1 :])
 

@@ -90,6 +90,11 @@ class PromptRenderer:
         self.calls_tools = "tools" in source and OPEN in source
         self._with_tools = lru_cache(maxsize=_TOOL_SETS)(self._template_with)
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
     def chat(
         self,
         messages: Sequence[Message],
