@@ -12,7 +12,7 @@ from rakv_cluster.errors import ConfigError
 from rakv_cluster.reuse.calibrating import shuffled_prompt
 from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
 from rakv_cluster.serving.prompting import PromptRenderer
-from rakv_cluster.serving.template import Document, Message
+from rakv_cluster.serving.template import Document, Message, document_text
 
 PROMPTS = 16
 """So many are measured unless more or fewer are asked for."""
@@ -72,13 +72,14 @@ def _parts(
     documents = [Document(text, each) for each, text in chosen]
     if renderer.chats:
         rendered = renderer.chat([Message("system", _SYSTEM), Message("user", question)], documents)
-    else:
-        rendered = renderer.completion(question, [Document(_SYSTEM, "instructions"), *documents])
-    if not rendered.documents:
-        raise ConfigError("this model's prompts do not keep documents apart")
-    first, last = rendered.documents[-len(documents)], rendered.documents[-1]
-    segments = rendered.segments
-    return _joined(segments[:first]), segments[first : last + 1], _joined(segments[last + 1 :])
+        if rendered.documents:
+            first, last = rendered.documents[0], rendered.documents[-1]
+            segments = rendered.segments
+            between = segments[first : last + 1]
+            return _joined(segments[:first]), between, _joined(segments[last + 1 :])
+    texts = [document_text(document) for document in documents]
+    front, *apart, behind = renderer.apart([f"{_SYSTEM}\n\n", *texts, question])
+    return front, tuple(apart), behind
 
 
 def _pieces(

@@ -156,6 +156,15 @@ class PromptRenderer:
             [*pieces, Piece(prompt, "", starts_segment=True)], self._encoders.prefix_ids
         )
 
+    def apart(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each text's ids by itself, the first one's behind what every prompt begins with.
+
+        Tokenizers that put a space in front of a text put one in front of each; their models'
+        prompts are served whole.
+        """
+        first, *others = (tuple(_ids(self._encoders.literal, text)) for text in texts)
+        return ((*self._encoders.prefix_ids, *first), *others)
+
     def _refuse_hopeless(self, characters: int, limit_tokens: int, field: str) -> None:
         """A text has at least as many bytes as characters, and a token at most so many bytes."""
         if not limit_tokens or not self._longest_token_bytes:
