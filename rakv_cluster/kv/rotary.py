@@ -42,8 +42,14 @@ class KeyRotation:
         cos = angles.cos().to(keys.device, torch.float32).view(shape)
         sin = angles.sin().to(keys.device, torch.float32).view(shape)
         for start in range(0, keys.shape[2], _BLOCK_TOKENS):
-            block = keys[:, :, start : start + _BLOCK_TOKENS]
-            low = block[..., :half].to(torch.float32, copy=True)
-            high = block[..., half : 2 * half].to(torch.float32, copy=True)
-            block[..., :half] = low * cos - high * sin
-            block[..., half : 2 * half] = high * cos + low * sin
+            turn(keys[:, :, start : start + _BLOCK_TOKENS], cos, sin)
+
+
+def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate ``keys`` ``[..., head_dim]`` in place by angles whose cosines and sines are float32
+    ``[..., n]``; channels from ``2 n`` on stay as they are."""
+    half = cos.shape[-1]
+    low = keys[..., :half].to(torch.float32, copy=True)
+    high = keys[..., half : 2 * half].to(torch.float32, copy=True)
+    keys[..., :half] = low * cos - high * sin
+    keys[..., half : 2 * half] = high * cos + low * sin

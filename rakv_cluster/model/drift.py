@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.kv.rotary import KeyRotation
+from rakv_cluster.kv.rotary import KeyRotation, turn
 
 Positions = npt.NDArray[np.int64]
 
@@ -118,7 +118,6 @@ class Turns:
     """Rotations by the angles of given positions, of layers that may have different ones."""
 
     def __init__(self, rotation: KeyRotation, positions: Positions, device: torch.device) -> None:
-        self._half = rotation.frequencies.shape[1]
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         made: dict[bytes, tuple[torch.Tensor, torch.Tensor]] = {}
         at = torch.from_numpy(positions).double()
@@ -139,12 +138,7 @@ class Turns:
         """Turn ``keys`` ``[kv_heads, positions, head_dim]`` from position 0 to those of the
         positions that ``part`` says, or ``back``; in place."""
         cos, sin = (table[part] for table in self._layers[layer])
-        if back:
-            sin = -sin
-        half = self._half
-        low, high = keys[..., :half].clone(), keys[..., half : 2 * half].clone()
-        keys[..., :half] = low * cos - high * sin
-        keys[..., half : 2 * half] = high * cos + low * sin
+        turn(keys, cos, -sin if back else sin)
 
 
 class ProductFollower:

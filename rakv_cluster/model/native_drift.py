@@ -14,7 +14,7 @@ from rakv_cluster.model.drift import CLIP, PRIOR_WEIGHT, REACH_TOKENS, Between, 
 from rakv_cluster.model.native import NativeFollowing
 
 MOST_DIM = 256
-"""Channels of a head, at most."""
+"""Channels of a head, at most: what the kernel has registers and stack for."""
 
 
 class NativeFollower:

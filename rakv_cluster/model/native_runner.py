@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional
 
 from rakv_cluster.kv.buffer import KvBuffer
-from rakv_cluster.model.drift import Between, Drift, MakeFollower
+from rakv_cluster.model.drift import Between, Drift, Follower, MakeFollower, ProductFollower
 from rakv_cluster.model.fused import BLOCK_ROWS, FusedLlamaRunner, WatchedRows
 from rakv_cluster.model.linear import UNIFORM_ROWS, Kernel, Linear
 from rakv_cluster.model.llama import LlamaWeights
 from rakv_cluster.model.native import NativeStep, NativeWeight, NativeWeights, native_library
-from rakv_cluster.model.native_drift import NativeFollower
+from rakv_cluster.model.native_drift import MOST_DIM, NativeFollower
 from rakv_cluster.model.row_attention import HeadShape
 from rakv_cluster.model.step import Step, check_spans, followers
 
@@ -150,7 +150,9 @@ class NativeLlamaRunner(FusedLlamaRunner):
             )
         return blocks
 
-    def _follower(self, drift: Drift, between: Between, buffer: KvBuffer) -> NativeFollower:
+    def _follower(self, drift: Drift, between: Between, buffer: KvBuffer) -> Follower:
+        if self._weights.shape.head_dim > MOST_DIM:
+            return ProductFollower(drift, between, buffer)
         return NativeFollower(self._native, drift, between, buffer)
 
     def _scratch(self, step: NativeStep, rows: int) -> torch.Tensor:

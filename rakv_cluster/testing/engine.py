@@ -9,10 +9,12 @@ import numpy as np
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
-from rakv_cluster.clock import Clock
+from rakv_cluster.clock import Clock, SystemClock
 from rakv_cluster.engine.core import EngineCore
+from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
+from rakv_cluster.engine.text import NO_BYTES, TokenBytes
 from rakv_cluster.errors import InvalidRequest
 from rakv_cluster.model.step import Runner
 from rakv_cluster.reuse.blender import NO_BLENDING, BlendSupport
@@ -22,6 +24,7 @@ from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator
 from rakv_cluster.store.base import ChunkStore
 from rakv_cluster.store.flight import NO_FLIGHT, SingleFlight
+from rakv_cluster.store.null import NullStore
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.workers import InlineWorkers
 from rakv_cluster.types import ChunkedPrompt, FinishReason
@@ -33,6 +36,22 @@ LIMITS = ChunkLimits(min_tokens=4, max_tokens=8)
 def no_cuts(vocab_size: int) -> CutTable:
     """A vocabulary without line ends: chunks are cut at their largest size only."""
     return CutTable(np.zeros(vocab_size, dtype=np.uint8))
+
+
+def bare_engine(runner: Runner, *, token_bytes: TokenBytes = NO_BYTES) -> Engine:
+    """A threaded engine, not started, without a store, on the system's clock."""
+    clock = SystemClock()
+    return Engine(
+        runner,
+        NullStore(),
+        Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
+        cuts=no_cuts(runner.vocab_size),
+        limits=LIMITS,
+        settings=EngineSettings(),
+        clock=clock,
+        numeric_class="fake",
+        token_bytes=token_bytes,
+    )
 
 
 @dataclass(slots=True)

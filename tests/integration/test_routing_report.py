@@ -9,18 +9,12 @@ import httpx
 import pytest
 
 from rakv_cluster.chunking.prompt import chunk_prompt
-from rakv_cluster.clock import SystemClock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
-from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.routing.report import MAX_PACES, decode_report, encode_report
 from rakv_cluster.serving.routing_report import Paces, RoutingReporter
-from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
-from rakv_cluster.speculation.speculator import Speculator
-from rakv_cluster.store.null import NullStore
-from rakv_cluster.testing.engine import LIMITS, NAMESPACE, no_cuts
+from rakv_cluster.testing.engine import LIMITS, NAMESPACE, bare_engine, no_cuts
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.service import LocalService, StartLocal
 
@@ -72,17 +66,7 @@ def test_what_a_stop_string_ends_is_learned_from_too(
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    clock = SystemClock()
-    engine = Engine(
-        FakeRunner(),
-        NullStore(),
-        Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
-        cuts=no_cuts(64),
-        limits=LIMITS,
-        settings=EngineSettings(),
-        clock=clock,
-        numeric_class="fake",
-    )
+    engine = bare_engine(FakeRunner())
     yield engine
     engine.stop(timeout_s=1.0)
 

@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from rakv_cluster.chunking.prompt import chunk_prompt
-from rakv_cluster.clock import SystemClock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.idle import IdleRunner
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.errors import Unavailable
 from rakv_cluster.kv.buffer import KvBuffer
 from rakv_cluster.model.step import Runner, Span, Step
-from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
-from rakv_cluster.speculation.speculator import Speculator
-from rakv_cluster.store.null import NullStore
-from rakv_cluster.testing.engine import LIMITS, NAMESPACE, no_cuts
+from rakv_cluster.testing.engine import LIMITS, NAMESPACE, bare_engine, no_cuts
 from rakv_cluster.testing.fake_runner import FakeRunner
 
 DEADLINE_S = 20.0
@@ -59,17 +53,7 @@ def runner() -> Held:
 
 @pytest.fixture
 def engine(runner: Held) -> Iterator[Engine]:
-    clock = SystemClock()
-    engine = Engine(
-        runner,
-        NullStore(),
-        Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
-        cuts=no_cuts(64),
-        limits=LIMITS,
-        settings=EngineSettings(),
-        clock=clock,
-        numeric_class="fake",
-    )
+    engine = bare_engine(runner)
     engine.start(calibrate=False)
     yield engine
     engine.stop(timeout_s=1.0)

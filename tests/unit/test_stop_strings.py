@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rakv_cluster.chunking.prompt import chunk_prompt
-from rakv_cluster.clock import SystemClock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.engine.settings import EngineSettings
 from rakv_cluster.engine.text import TokenBytes
 from rakv_cluster.errors import InvalidRequest
-from rakv_cluster.speculation.controller import ControllerSettings
-from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
-from rakv_cluster.speculation.speculator import SpeculationMode, Speculator
-from rakv_cluster.store.null import NullStore
-from rakv_cluster.testing.engine import LIMITS, NAMESPACE, no_cuts
+from rakv_cluster.speculation.speculator import SpeculationMode
+from rakv_cluster.testing.engine import LIMITS, NAMESPACE, bare_engine, no_cuts
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.types import FinishReason
 
@@ -53,27 +49,18 @@ class Answer:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    clock = SystemClock()
-    engine = Engine(
-        FakeRunner(),
-        NullStore(),
-        Speculator(CostTable(CostBuckets()), ControllerSettings(), clock),
-        cuts=no_cuts(64),
-        limits=LIMITS,
-        settings=EngineSettings(),
-        clock=clock,
-        numeric_class="fake",
-        token_bytes=TokenBytes([letter.encode() for letter in LETTERS]),
+    engine = bare_engine(
+        FakeRunner(), token_bytes=TokenBytes([letter.encode() for letter in LETTERS])
     )
     engine.start(calibrate=False)
     yield engine
     engine.stop(timeout_s=1.0)
 
 
-def ask(engine: Engine, **fields: object) -> Answer:
+def ask(engine: Engine, **fields: Any) -> Answer:
     answer = Answer()
     prompt = chunk_prompt(NAMESPACE, [PROMPT], no_cuts(64), LIMITS)
-    engine.submit(EngineRequest("r", prompt, len(IDS), **fields), answer)  # type: ignore[arg-type]  # by name
+    engine.submit(EngineRequest("r", prompt, len(IDS), **fields), answer)
     return answer
 
 
