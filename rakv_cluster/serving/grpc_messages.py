@@ -112,6 +112,8 @@ def _message(message: generation.Message) -> dict[str, Any]:
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
     return fields
 
 

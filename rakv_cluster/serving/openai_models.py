@@ -98,7 +98,8 @@ _STOP_SCHEMA = {
 
 
 class MessageIn(Strict):
-    """One chat message. ``content`` may be missing where an assistant called tools."""
+    """One chat message. ``content`` may be missing where an assistant called tools. ``name`` tells
+    participants of one role apart; what becomes of it is the chat template's business."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -106,6 +107,7 @@ class MessageIn(Strict):
     ] = None
     tool_calls: list[ToolCallIn] = Field(default_factory=list, max_length=128)
     tool_call_id: str = Field("", max_length=128)
+    name: str = Field("", max_length=128)
     # What an answer's message has besides, in OpenAI's client: conversations are sent back.
     refusal: None = None
     annotations: None = None

@@ -117,7 +117,7 @@ class PromptRenderer:
             )
         if documents and not any(message.role == "user" for message in messages):
             raise InvalidRequest("documents need a user message to stand in", field="documents")
-        self._refuse_control_in_tools(messages, tools)
+        self._refuse_control_beside_texts(messages, tools)
         try:
             pieces = () if self._encoders.adds_space else template.pieces(messages, documents)
             if pieces:
@@ -210,13 +210,15 @@ class PromptRenderer:
             )
         return ChatTemplate(partial(self._render, tools=json.loads(tools)))
 
-    def _refuse_control_in_tools(self, messages: Sequence[Message], tools: str) -> None:
-        """The template writes them as its own text, control tokens and all."""
+    def _refuse_control_beside_texts(self, messages: Sequence[Message], tools: str) -> None:
+        """The template writes tools, calls and names as its own text, control tokens and all."""
         if tools:
             self._refuse_control(tools, "tools")
         for index, message in enumerate(messages):
             if message.calls:
                 self._refuse_control(message.calls, f"messages.{index}.tool_calls")
+            if message.name:
+                self._refuse_control(message.name, f"messages.{index}.name")
 
     def _refuse_control_in(self, documents: Sequence[Document]) -> None:
         for index, document in enumerate(documents):

@@ -258,7 +258,7 @@ class Service:
         if isinstance(request, ChatRequest):
             messages = [_message(message) for message in request.messages]
             tools = _tools_json(request)
-            characters += sum(len(m.content) + len(m.calls) for m in messages) + len(tools)
+            characters += sum(len(m.content + m.calls + m.name) for m in messages) + len(tools)
 
             def rendered() -> Rendered:
                 return self._renderer.chat(messages, documents, limit_tokens, tools)
@@ -351,12 +351,12 @@ def _at_most(field: str, value: int, limit: int) -> None:
 
 def _message(message: MessageIn) -> Message:
     if message.role == "developer":  # templates know it under its older name
-        return Message("system", message.text)
+        return Message("system", message.text, name=message.name)
     calls = [
         {"type": call.type, "function": _call_fields(call.function)} for call in message.tool_calls
     ]
     calls_json = json.dumps(calls, ensure_ascii=False) if calls else ""
-    return Message(message.role, message.text, calls_json)
+    return Message(message.role, message.text, calls_json, message.name)
 
 
 def _call_fields(called: CalledFunction) -> dict[str, Any]:

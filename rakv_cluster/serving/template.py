@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -31,11 +31,21 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation; ``calls`` is JSON: the tools that an assistant called."""
+    """One message of a conversation; ``calls`` is JSON: the tools that an assistant called.
+    ``name`` is empty if the client gave none."""
 
     role: Role
     content: str
     calls: str = ""
+    name: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Under the names by which templates know them; those without a value are left out."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            fields["tool_calls"] = json.loads(self.calls)
+        return fields | {"name": self.name} if self.name else fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,7 @@ class ChatTemplate:
         if documents and not self.has_document_slot:
             messages, documents = _merge_documents(messages, documents), ()
         return self._render(
-            [_message_fields(m.role, m.content, m.calls) for m in messages],
+            [message.fields for message in messages],
             [_document_fields(d.id, d.text) for d in documents],
             True,
         )
@@ -119,7 +129,7 @@ class ChatTemplate:
         stays with what stands before it.
         """
         titled = tuple(bool(d.id) for d in documents) if self.has_document_slot else ()
-        skeleton = self._skeleton(tuple((m.role, m.calls) for m in messages), titled)
+        skeleton = self._skeleton(tuple(replace(m, content="") for m in messages), titled)
         if skeleton is None:
             return ()
         pieces = self._fill(skeleton, messages, documents)
@@ -152,13 +162,11 @@ class ChatTemplate:
         pieces += _literals(skeleton.literals[-1], closer, starts_segment=True)
         return _without_empty(pieces)
 
-    def _take_apart(
-        self, shape: tuple[tuple[Role, str], ...], titled: tuple[bool, ...]
-    ) -> Skeleton | None:
-        """The skeleton of a conversation of these roles, with their calls, and a document per
-        entry of ``titled``."""
+    def _take_apart(self, shape: tuple[Message, ...], titled: tuple[bool, ...]) -> Skeleton | None:
+        """The skeleton of a conversation of these messages, whatever their content, and a document
+        per entry of ``titled``."""
         rendered = self._render(
-            [_message_fields(role, _sentinel("m", i), c) for i, (role, c) in enumerate(shape)],
+            [replace(m, content=_sentinel("m", i)).fields for i, m in enumerate(shape)],
             [
                 _document_fields(_sentinel("t", i) if has_title else "", _sentinel("d", i))
                 for i, has_title in enumerate(titled)
@@ -185,7 +193,7 @@ class ChatTemplate:
 
     def _probe_document_slot(self) -> bool:
         try:
-            skeleton = self._take_apart((("user", ""),), (False,))
+            skeleton = self._take_apart((Message("user", ""),), (False,))
         except TemplateRefused:
             return False
         return skeleton is not None
@@ -255,17 +263,12 @@ def _merge_documents(
 ) -> Sequence[Message]:
     host = _first_user(messages)
     text = "".join(document_text(document) for document in documents)
-    merged = Message("user", text + messages[host].content)
+    merged = replace(messages[host], content=text + messages[host].content)
     return [merged if i == host else message for i, message in enumerate(messages)]
 
 
 def _sentinel(kind: str, index: int) -> str:
     return f"{_PAD}{_OPEN}{kind}{index}{_CLOSE}{_PAD}"
-
-
-def _message_fields(role: Role, content: str, calls: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": role, "content": content}
-    return fields | {"tool_calls": json.loads(calls)} if calls else fields
 
 
 def _document_fields(title: str, text: str) -> dict[str, Any]:

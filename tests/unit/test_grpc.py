@@ -50,9 +50,11 @@ from rakv_cluster.rpc.status import DETAILS_KEY, details_of, error_from, status_
 from rakv_cluster.rpc.v1 import cache_pb2 as cache
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
 from rakv_cluster.serving.cache_api import CacheApi
+from rakv_cluster.serving.grpc_messages import generation_request
 from rakv_cluster.serving.grpc_server import GrpcServer
 from rakv_cluster.serving.grpc_service import GrpcSurface
 from rakv_cluster.serving.keys import KeyTable, TenantLimits, new_key, write_table
+from rakv_cluster.serving.openai_models import ChatRequest
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.grpc_server import grpc_server
@@ -216,6 +218,19 @@ def test_both_surfaces_ask_the_engine_for_the_same(options: dict[str, Any]) -> N
     assert [m.text for m in more] == [more[0].text] * 2
     for over_http, over_grpc in zip(backends[0].requests, backends[1].requests, strict=True):
         assert _nameless(over_http) == _nameless(over_grpc)
+
+
+def test_a_messages_name_means_the_same_here() -> None:
+    message = generation.Message(role="user", content="q", name="ann")
+    asked = generation.GenerateRequest(
+        input=generation.Input(chat=generation.Chat(messages=[message]))
+    )
+
+    request = generation_request(asked)
+
+    assert isinstance(request, ChatRequest)
+    (read,) = request.messages
+    assert (read.role, read.text, read.name) == ("user", "q", "ann")
 
 
 @pytest.mark.parametrize(

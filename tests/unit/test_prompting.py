@@ -42,6 +42,9 @@ ALTERNATING = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
 )
+NAMING = CHAT_TEMPLATE.replace(
+    "message['role'] }}", "message['role'] ~ (' ' ~ message['name'] if message['name'] else '') }}"
+)
 ALL_TEMPLATES = [CHAT_TEMPLATE, TRIMMING, GEMMA, WITH_DOCUMENTS, REPEATING, UPPERCASING]
 
 
@@ -64,6 +67,31 @@ def test_each_message_is_a_segment_and_the_answer_is_the_open_last_one() -> None
         "<|im_start|>user\nHello<|im_end|>\n",
         "<|im_start|>assistant\n",
     ]
+
+
+def test_a_name_stands_where_the_template_puts_it() -> None:
+    named = [Message("user", "Hello", name="ann"), Message("user", "Hi", name="bob")]
+
+    assert texts(renderer(NAMING).chat(named, [Document("Alpha.")])) == [
+        "<|im_start|>user ann\n",
+        "Document:\nAlpha.\n\n",
+        "Hello<|im_end|>\n",
+        "<|im_start|>user bob\nHi<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ]
+
+
+def test_a_template_that_knows_no_names_renders_the_same_ids_as_without() -> None:
+    named = [Message(m.role, m.content, name="ann") for m in HELLO]
+
+    assert renderer().chat(named, ()) == renderer().chat(HELLO, ())
+
+
+def test_a_name_that_spells_a_control_token_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        renderer(NAMING).chat([Message("user", "Hello", name=f"ann{EOS}")], ())
+
+    assert caught.value.field == "messages.0.name"
 
 
 def test_documents_stand_in_front_of_the_first_users_text_each_on_its_own() -> None:

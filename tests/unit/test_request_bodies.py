@@ -99,7 +99,7 @@ async def test_an_answers_message_can_be_sent_back(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"messages": [{**USER, "tool_calls": None, "tool_call_id": None}]},
+        {"messages": [{**USER, "tool_calls": None, "tool_call_id": None, "name": None}]},
         {"documents": [{"text": "a", "id": None}]},
         {"stream": True, "stream_options": {"include_usage": None}},
         {"response_format": {"type": "text", "json_schema": None}},
@@ -118,6 +118,23 @@ async def test_an_answers_message_can_be_sent_back(
 )
 def test_null_means_not_given_inside_fields_too(fields: dict[str, Any]) -> None:
     assert validated(ChatRequest, {"messages": [USER], **fields})
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+async def test_a_message_may_have_a_name(role: str, client: openai.AsyncOpenAI) -> None:
+    named: Any = {"role": role, "content": "Hello", "name": "ann"}
+
+    answer = await client.chat.completions.create(model="", messages=[named, USER])
+
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("name", ["x" * 129, 5])
+def test_a_wrong_name_is_refused_by_its_place(name: object) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        validated(ChatRequest, {"messages": [USER, {**USER, "name": name}]})
+
+    assert refusal.value.field == "messages.1.name"
 
 
 @pytest.mark.parametrize(

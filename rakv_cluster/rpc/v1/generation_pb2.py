@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rakv/v1/generation.proto\x12\x07rakv.v1\"\x8f\x01\n\x05Input\x12\x1d\n\x04\x63hat\x18\x01 \x01(\x0b\x32\r.rakv.v1.ChatH\x00\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.rakv.v1.TokenIdsH\x00\x12$\n\tdocuments\x18\x03 \x03(\x0b\x32\x11.rakv.v1.DocumentB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"*\n\x04\x43hat\x12\"\n\x08messages\x18\x01 \x03(\x0b\x32\x10.rakv.v1.Message\"e\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\ntool_calls\x18\x03 \x03(\x0b\x32\x11.rakv.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"$\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x97\x07\n\x0fGenerateRequest\x12\x1d\n\x05input\x18\x01 \x01(\x0b\x32\x0e.rakv.v1.Input\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0e \x03(\x0b\x32\'.rakv.v1.GenerateRequest.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\x0e\n\x01n\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1d\n\x05reuse\x18\x12 \x01(\x0e\x32\x0e.rakv.v1.Reuse\x12\x13\n\x0bspeculation\x18\x13 \x01(\t\x12\x17\n\x0f\x64ocuments_order\x18\x14 \x01(\t\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x0b\x88\x01\x01\x12\x13\n\x06max_kl\x18\x16 \x01(\x01H\x0c\x88\x01\x01\x12\x16\n\trecompute\x18\x17 \x01(\x01H\r\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x18 \x01(\t\x12\x1c\n\x05tools\x18\x19 \x03(\x0b\x32\r.rakv.v1.Tool\x12\x13\n\x0btool_choice\x18\x1a \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0f\n\r_top_logprobsB\t\n\x07_max_klB\x0c\n\n_recompute\"n\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x0f.rakv.v1.Choice\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.rakv.v1.Usage\"\xa3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x15.rakv.v1.FinishReason\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.rakv.v1.TokenLogprob\x12%\n\ntool_calls\x18\x05 \x03(\x0b\x32\x11.rakv.v1.ToolCall\"d\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12\"\n\x03top\x18\x04 \x03(\x0b\x32\x15.rakv.v1.TokenLogprob\"d\n\x16GenerateStreamResponse\x12 \n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x0f.rakv.v1.ChoiceH\x00\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x0e.rakv.v1.UsageH\x00\x42\x07\n\x05\x65vent\"\x92\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x39\n\x0eprompt_sources\x18\x04 \x03(\x0b\x32!.rakv.v1.Usage.PromptSourcesEntry\x12\x31\n\ntimings_ms\x18\x05 \x03(\x0b\x32\x1d.rakv.v1.Usage.TimingsMsEntry\x12\x18\n\x10\x64ocument_indices\x18\x06 \x03(\r\x12\x1d\n\x05\x62lend\x18\x07 \x01(\x0b\x32\x0e.rakv.v1.Blend\x12\x11\n\texactness\x18\x08 \x01(\t\x12\"\n\x1aother_numeric_class_tokens\x18\t \x01(\r\x1a\x34\n\x12PromptSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eTimingsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9b\x01\n\x05\x42lend\x12\x13\n\x0b\x61pproximate\x18\x01 \x01(\x08\x12\x17\n\x0frepaired_tokens\x18\x02 \x01(\r\x12\x19\n\x11repaired_fraction\x18\x03 \x01(\x01\x12\x18\n\x0b\x65xpected_kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12\x0e\n\x06probed\x18\x06 \x01(\x08\x42\x0e\n\x0c_expected_kl\"@\n\x13\x45xplainRouteRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.rakv.v1.GenerateRequest\"\x88\x01\n\x14\x45xplainRouteResponse\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08measured\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\'\n\x08replicas\x18\x05 \x03(\x0b\x32\x15.rakv.v1.ReplicaTerms\"\xc2\x01\n\x0cReplicaTerms\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x65xpected_ms\x18\x02 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x03 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x15\n\rreused_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x63rowding_ms\x18\t \x01(\x01*b\n\x05Reuse\x12\x15\n\x11REUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREUSE_EXACT\x10\x01\x12\r\n\tREUSE_OFF\x10\x02\x12\x11\n\rREUSE_REORDER\x10\x03\x12\x0f\n\x0bREUSE_BLEND\x10\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xe9\x01\n\nGeneration\x12?\n\x08Generate\x12\x18.rakv.v1.GenerateRequest\x1a\x19.rakv.v1.GenerateResponse\x12M\n\x0eGenerateStream\x12\x18.rakv.v1.GenerateRequest\x1a\x1f.rakv.v1.GenerateStreamResponse0\x01\x12K\n\x0c\x45xplainRoute\x12\x1c.rakv.v1.ExplainRouteRequest\x1a\x1d.rakv.v1.ExplainRouteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rakv/v1/generation.proto\x12\x07rakv.v1\"\x8f\x01\n\x05Input\x12\x1d\n\x04\x63hat\x18\x01 \x01(\x0b\x32\r.rakv.v1.ChatH\x00\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.rakv.v1.TokenIdsH\x00\x12$\n\tdocuments\x18\x03 \x03(\x0b\x32\x11.rakv.v1.DocumentB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"*\n\x04\x43hat\x12\"\n\x08messages\x18\x01 \x03(\x0b\x32\x10.rakv.v1.Message\"s\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\ntool_calls\x18\x03 \x03(\x0b\x32\x11.rakv.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"$\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x97\x07\n\x0fGenerateRequest\x12\x1d\n\x05input\x18\x01 \x01(\x0b\x32\x0e.rakv.v1.Input\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0e \x03(\x0b\x32\'.rakv.v1.GenerateRequest.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\x0e\n\x01n\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1d\n\x05reuse\x18\x12 \x01(\x0e\x32\x0e.rakv.v1.Reuse\x12\x13\n\x0bspeculation\x18\x13 \x01(\t\x12\x17\n\x0f\x64ocuments_order\x18\x14 \x01(\t\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x0b\x88\x01\x01\x12\x13\n\x06max_kl\x18\x16 \x01(\x01H\x0c\x88\x01\x01\x12\x16\n\trecompute\x18\x17 \x01(\x01H\r\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x18 \x01(\t\x12\x1c\n\x05tools\x18\x19 \x03(\x0b\x32\r.rakv.v1.Tool\x12\x13\n\x0btool_choice\x18\x1a \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0f\n\r_top_logprobsB\t\n\x07_max_klB\x0c\n\n_recompute\"n\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x0f.rakv.v1.Choice\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.rakv.v1.Usage\"\xa3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x15.rakv.v1.FinishReason\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.rakv.v1.TokenLogprob\x12%\n\ntool_calls\x18\x05 \x03(\x0b\x32\x11.rakv.v1.ToolCall\"d\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12\"\n\x03top\x18\x04 \x03(\x0b\x32\x15.rakv.v1.TokenLogprob\"d\n\x16GenerateStreamResponse\x12 \n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x0f.rakv.v1.ChoiceH\x00\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x0e.rakv.v1.UsageH\x00\x42\x07\n\x05\x65vent\"\x92\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x39\n\x0eprompt_sources\x18\x04 \x03(\x0b\x32!.rakv.v1.Usage.PromptSourcesEntry\x12\x31\n\ntimings_ms\x18\x05 \x03(\x0b\x32\x1d.rakv.v1.Usage.TimingsMsEntry\x12\x18\n\x10\x64ocument_indices\x18\x06 \x03(\r\x12\x1d\n\x05\x62lend\x18\x07 \x01(\x0b\x32\x0e.rakv.v1.Blend\x12\x11\n\texactness\x18\x08 \x01(\t\x12\"\n\x1aother_numeric_class_tokens\x18\t \x01(\r\x1a\x34\n\x12PromptSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eTimingsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9b\x01\n\x05\x42lend\x12\x13\n\x0b\x61pproximate\x18\x01 \x01(\x08\x12\x17\n\x0frepaired_tokens\x18\x02 \x01(\r\x12\x19\n\x11repaired_fraction\x18\x03 \x01(\x01\x12\x18\n\x0b\x65xpected_kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12\x0e\n\x06probed\x18\x06 \x01(\x08\x42\x0e\n\x0c_expected_kl\"@\n\x13\x45xplainRouteRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.rakv.v1.GenerateRequest\"\x88\x01\n\x14\x45xplainRouteResponse\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08measured\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\'\n\x08replicas\x18\x05 \x03(\x0b\x32\x15.rakv.v1.ReplicaTerms\"\xc2\x01\n\x0cReplicaTerms\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x65xpected_ms\x18\x02 \x01(\x01\x12\x12\n\nbacklog_ms\x18\x03 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x15\n\rreused_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x63rowding_ms\x18\t \x01(\x01*b\n\x05Reuse\x12\x15\n\x11REUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREUSE_EXACT\x10\x01\x12\r\n\tREUSE_OFF\x10\x02\x12\x11\n\rREUSE_REORDER\x10\x03\x12\x0f\n\x0bREUSE_BLEND\x10\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xe9\x01\n\nGeneration\x12?\n\x08Generate\x12\x18.rakv.v1.GenerateRequest\x1a\x19.rakv.v1.GenerateResponse\x12M\n\x0eGenerateStream\x12\x18.rakv.v1.GenerateRequest\x1a\x1f.rakv.v1.GenerateStreamResponse0\x01\x12K\n\x0c\x45xplainRoute\x12\x1c.rakv.v1.ExplainRouteRequest\x1a\x1d.rakv.v1.ExplainRouteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE_PROMPTSOURCESENTRY']._serialized_options = b'8\001'
   _globals['_USAGE_TIMINGSMSENTRY']._loaded_options = None
   _globals['_USAGE_TIMINGSMSENTRY']._serialized_options = b'8\001'
-  _globals['_REUSE']._serialized_start=2882
-  _globals['_REUSE']._serialized_end=2980
-  _globals['_FINISHREASON']._serialized_start=2982
-  _globals['_FINISHREASON']._serialized_end=3107
+  _globals['_REUSE']._serialized_start=2896
+  _globals['_REUSE']._serialized_end=2994
+  _globals['_FINISHREASON']._serialized_start=2996
+  _globals['_FINISHREASON']._serialized_end=3121
   _globals['_INPUT']._serialized_start=38
   _globals['_INPUT']._serialized_end=181
   _globals['_TOKENIDS']._serialized_start=183
@@ -48,39 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=208
   _globals['_CHAT']._serialized_end=250
   _globals['_MESSAGE']._serialized_start=252
-  _globals['_MESSAGE']._serialized_end=353
-  _globals['_TOOL']._serialized_start=355
-  _globals['_TOOL']._serialized_end=416
-  _globals['_TOOLCALL']._serialized_start=418
-  _globals['_TOOLCALL']._serialized_end=473
-  _globals['_DOCUMENT']._serialized_start=475
-  _globals['_DOCUMENT']._serialized_end=511
-  _globals['_GENERATEREQUEST']._serialized_start=514
-  _globals['_GENERATEREQUEST']._serialized_end=1433
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1186
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1234
-  _globals['_GENERATERESPONSE']._serialized_start=1435
-  _globals['_GENERATERESPONSE']._serialized_end=1545
-  _globals['_CHOICE']._serialized_start=1548
-  _globals['_CHOICE']._serialized_end=1711
-  _globals['_TOKENLOGPROB']._serialized_start=1713
-  _globals['_TOKENLOGPROB']._serialized_end=1813
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1815
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1915
-  _globals['_USAGE']._serialized_start=1918
-  _globals['_USAGE']._serialized_end=2320
-  _globals['_USAGE_PROMPTSOURCESENTRY']._serialized_start=2218
-  _globals['_USAGE_PROMPTSOURCESENTRY']._serialized_end=2270
-  _globals['_USAGE_TIMINGSMSENTRY']._serialized_start=2272
-  _globals['_USAGE_TIMINGSMSENTRY']._serialized_end=2320
-  _globals['_BLEND']._serialized_start=2323
-  _globals['_BLEND']._serialized_end=2478
-  _globals['_EXPLAINROUTEREQUEST']._serialized_start=2480
-  _globals['_EXPLAINROUTEREQUEST']._serialized_end=2544
-  _globals['_EXPLAINROUTERESPONSE']._serialized_start=2547
-  _globals['_EXPLAINROUTERESPONSE']._serialized_end=2683
-  _globals['_REPLICATERMS']._serialized_start=2686
-  _globals['_REPLICATERMS']._serialized_end=2880
-  _globals['_GENERATION']._serialized_start=3110
-  _globals['_GENERATION']._serialized_end=3343
+  _globals['_MESSAGE']._serialized_end=367
+  _globals['_TOOL']._serialized_start=369
+  _globals['_TOOL']._serialized_end=430
+  _globals['_TOOLCALL']._serialized_start=432
+  _globals['_TOOLCALL']._serialized_end=487
+  _globals['_DOCUMENT']._serialized_start=489
+  _globals['_DOCUMENT']._serialized_end=525
+  _globals['_GENERATEREQUEST']._serialized_start=528
+  _globals['_GENERATEREQUEST']._serialized_end=1447
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1200
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1248
+  _globals['_GENERATERESPONSE']._serialized_start=1449
+  _globals['_GENERATERESPONSE']._serialized_end=1559
+  _globals['_CHOICE']._serialized_start=1562
+  _globals['_CHOICE']._serialized_end=1725
+  _globals['_TOKENLOGPROB']._serialized_start=1727
+  _globals['_TOKENLOGPROB']._serialized_end=1827
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1829
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1929
+  _globals['_USAGE']._serialized_start=1932
+  _globals['_USAGE']._serialized_end=2334
+  _globals['_USAGE_PROMPTSOURCESENTRY']._serialized_start=2232
+  _globals['_USAGE_PROMPTSOURCESENTRY']._serialized_end=2284
+  _globals['_USAGE_TIMINGSMSENTRY']._serialized_start=2286
+  _globals['_USAGE_TIMINGSMSENTRY']._serialized_end=2334
+  _globals['_BLEND']._serialized_start=2337
+  _globals['_BLEND']._serialized_end=2492
+  _globals['_EXPLAINROUTEREQUEST']._serialized_start=2494
+  _globals['_EXPLAINROUTEREQUEST']._serialized_end=2558
+  _globals['_EXPLAINROUTERESPONSE']._serialized_start=2561
+  _globals['_EXPLAINROUTERESPONSE']._serialized_end=2697
+  _globals['_REPLICATERMS']._serialized_start=2700
+  _globals['_REPLICATERMS']._serialized_end=2894
+  _globals['_GENERATION']._serialized_start=3124
+  _globals['_GENERATION']._serialized_end=3357
 # @@protoc_insertion_point(module_scope)
