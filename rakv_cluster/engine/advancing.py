@@ -105,7 +105,7 @@ class Advancer:
         for part, made, decided in chosen:
             try:
                 ended = self._take(part, made, decided, now_s)
-            except Exception as error:  # a grammar may refuse what it let through
+            except Exception as error:  # a grammar may refuse what it let through, or allow nothing
                 log.exception("tokens of request %s were refused", part.sequence.request.request_id)
                 outcome.failed.append((part.sequence, _describe(error)))
                 continue
@@ -140,6 +140,8 @@ class Advancer:
             sequence.blocks[len(part.drafts), verdict.accepted] += 1
         taken = choices[: verdict.emitted]
         stopped = sequence.take([choice.token_id for choice in taken])
+        if verdict.finish is not None:
+            sequence.rule.check_end()
         finish = FinishReason.STOP if stopped else verdict.finish
         self._counters.output_tokens += verdict.emitted
         delivered = self._emitter.emit(

@@ -17,6 +17,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from rakv_cluster.errors import InvalidRequest
+from rakv_cluster.model.schema_cycles import endless_reference
 
 _LONGEST_BYTES = 64 * 1024
 
@@ -25,7 +26,11 @@ class TokenMask(Protocol):
     """Forbids tokens, given those in front of them."""
 
     def accept(self, token_id: int) -> None:
-        """A token was emitted."""
+        """A token was emitted. Raises ``ValueError`` for one that the grammar forbids."""
+        ...
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if there was a place where the grammar allowed nothing at all."""
         ...
 
     def forbid(self, row: torch.Tensor, pending: Sequence[int]) -> None:
@@ -52,7 +57,7 @@ def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
     """The grammar of JSON texts that ``schema`` allows.
 
     Raises :class:`InvalidRequest` naming ``field`` for what is no JSON Schema, uses keywords that
-    cannot be enforced, or is larger than 64 KiB.
+    cannot be enforced, has a reference that no text can end, or is larger than 64 KiB.
     """
     text = json.dumps(schema)
     if len(text) > _LONGEST_BYTES:
@@ -65,7 +70,19 @@ def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
         problem = str(error)
     if problem:
         raise InvalidRequest(f"the schema cannot be enforced: {problem[:300]}", field=field)
+    refuse_endless(schema, field)
     return str(grammar)
+
+
+def refuse_endless(schema: Mapping[str, Any], field: str) -> None:
+    """Raise :class:`InvalidRequest` naming ``field`` for a reference that no text can end."""
+    endless = endless_reference(schema)
+    if endless:
+        raise InvalidRequest(
+            f"the schema cannot be enforced: its $ref {endless[:300]!r} leads in a circle that no "
+            "text can end",
+            field=field,
+        )
 
 
 def lark_grammar(lark: str, field: str) -> str:
@@ -111,6 +128,10 @@ class _GrammarMask:
     def accept(self, token_id: int) -> None:
         if not self._matcher.consume_token(token_id):
             raise ValueError(f"token {token_id} is not what the grammar allows")
+
+    def check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar has no way on: {self._matcher.get_error()[:300]}")
 
     def forbid(self, row: torch.Tensor, pending: Sequence[int]) -> None:
         ahead = self._matcher.try_consume_tokens(list(pending)) if pending else 0

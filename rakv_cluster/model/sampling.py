@@ -88,6 +88,12 @@ class TokenRule:
         if self._mask is not None:
             self._mask.accept(token_id)
 
+    def check_end(self) -> None:
+        """Raise ``ValueError`` if the text ends where its grammar had nothing to allow: the end is
+        what is left then."""
+        if self._mask is not None:
+            self._mask.check()
+
     def adjust(self, row: torch.Tensor, pending: Sequence[int]) -> None:
         """Apply penalties, bias and grammar in place to one row ``[V]``, as if ``pending`` were
         accepted."""

@@ -340,7 +340,9 @@ async def _grammar(request: GenerationRequest) -> str:
         tools = demanded(request.tools, request.tool_choice)
         if tools:
             callable_tools = [Tool(t.function.name, t.function.parameters) for t in tools]
-            return await asyncio.to_thread(lark_grammar, calls_lark(callable_tools), "tools")
+            return await asyncio.to_thread(
+                lambda: lark_grammar(calls_lark(callable_tools), "tools")
+            )
     return ""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from rakv_cluster.model.grammar import refuse_endless
 from rakv_cluster.serving.generation import ToolCall, Update
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -34,6 +35,7 @@ def calls_lark(tools: Sequence[Tool]) -> str:
     """The grammar (llguidance's Lark) of a text that is one call of one of ``tools``.
 
     Each tool's schema is a document of its own, so that its references (``#/$defs/...``) hold.
+    Raises :class:`InvalidRequest` for one of these that no text can end.
     """
     rules = [
         f'start: "{OPEN}\\n" call "\\n{CLOSE}"',
@@ -43,6 +45,7 @@ def calls_lark(tools: Sequence[Tool]) -> str:
         front = json.dumps(f'{{"name":"{tool.name}","arguments":')
         rules.append(f'call{number}: {front} arguments{number} "}}"')
         schema = {"type": "object", **tool.parameters, "x-guidance": {"whitespace_flexible": False}}
+        refuse_endless(schema, "tools")
         rules.append(f"arguments{number}: %json {json.dumps(schema)}")
     return "\n".join(rules) + "\n"
 

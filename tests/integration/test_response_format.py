@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
@@ -125,6 +126,7 @@ def test_every_choice_follows_it(http: httpx.Client) -> None:
     [
         (body({"type": "nonsense"}), "response_format.json_schema.schema"),
         (body({"$ref": "#/$defs/nowhere"}), "response_format.json_schema.schema"),
+        (body({"$ref": "#"}), "response_format.json_schema.schema"),
         (body({"enum": ["x" * 70_000]}), "response_format.json_schema.schema"),
         (body({"type": "string", "pattern": "("}), "response_format.json_schema.schema"),
         (body({"type": "null"}, ignore_eos=True), "ignore_eos"),
@@ -150,18 +152,34 @@ def test_a_free_text_is_free(http: httpx.Client) -> None:
     assert free["message"]["content"] == ask(http, **fields)["message"]["content"]
 
 
-async def test_a_replica_that_takes_over_goes_on_in_the_grammar(
-    local: LocalService, tiny_model: LoadedModel
-) -> None:
-    cuts = CutTable.from_tokenizer(tiny_model.tokenizer)
-    request = EngineRequest(
+def request_in(grammar: str, model: LoadedModel) -> EngineRequest:
+    cuts = CutTable.from_tokenizer(model.tokenizer)
+    return EngineRequest(
         request_id="whole",
         prompt=chunk_prompt(bytes(32), ((5, 6, 7),), cuts, ChunkLimits(64, 256)),
         max_tokens=100,
         sampling=SamplingParams(temperature=1.0, seed=3),
-        stop_token_ids=tiny_model.card.eos_token_ids,
-        grammar=schema_grammar(SCHEMAS["an object"], "schema"),
+        stop_token_ids=model.card.eos_token_ids,
+        grammar=grammar,
     )
+
+
+@pytest.mark.parametrize("speculation", ["off", "4"])
+async def test_a_text_that_a_grammar_leaves_without_a_way_on_is_no_answer(
+    speculation: Any, local: LocalService, tiny_model: LoadedModel
+) -> None:
+    nothing = LLMatcher.grammar_from_json_schema('{"$ref": "#"}')
+    request = replace(request_in(nothing, tiny_model), speculation=speculation)
+
+    events = [event async for event in local.replica.generate(request)]
+
+    assert [event.finish for event in events] == [FinishReason.ERROR]
+
+
+async def test_a_replica_that_takes_over_goes_on_in_the_grammar(
+    local: LocalService, tiny_model: LoadedModel
+) -> None:
+    request = request_in(schema_grammar(SCHEMAS["an object"], "schema"), tiny_model)
 
     async def generate(asked: EngineRequest) -> tuple[int, ...]:
         ids: tuple[int, ...] = ()

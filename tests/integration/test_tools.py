@@ -160,6 +160,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a schema that is none": (
         body(tools=[tool("f", parameters={"type": "x"})], tool_choice="required"), "tools"
     ),
+    "a schema without an end": (
+        body(tools=[tool("f", parameters={"$ref": "#"})], tool_choice="required"), "tools"
+    ),
     "a call and a schema": (
         body(tool_choice="required", response_format={"type": "json_object"}), "tool_choice"
     ),
