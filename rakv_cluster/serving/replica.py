@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
@@ -97,6 +98,11 @@ class Replica:
             prompts=settings.calibration_prompts,
         )
         tokenizer_json = model.tokenizer.backend_tokenizer.to_str()
+        self._grammars = TokenizerGrammars(
+            tokenizer_json, model.runner.vocab_size, model.card.eos_token_ids
+        )
+        # One thread: many hostile schemas take one core from the engine, not all.
+        self._compiler = ThreadPoolExecutor(1, "rakv-grammar")
         self._engine = Engine(
             model.runner,
             store,
@@ -109,9 +115,7 @@ class Replica:
             near_tie_eps=model.card.guarded_eps,
             flight=flight,
             blending=_blending(model, settings, calibrator),
-            grammars=TokenizerGrammars(
-                tokenizer_json, model.runner.vocab_size, model.card.eos_token_ids
-            ),
+            grammars=self._grammars,
             token_bytes=TokenBytes.from_json(tokenizer_json),
         )
         self._reporter = RoutingReporter(
@@ -131,6 +135,10 @@ class Replica:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Events of one request; closing the generator cancels it within one step."""
         REQUEST_ID.set(request.trace_id)
+        if request.grammar and not self._grammars.knows(request.grammar):
+            # Not in this thread, which writes all streams; the engine finds it compiled.
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiler, self._grammars, request.grammar)
         bridge = EventBridge(asyncio.get_running_loop())
         self._engine.submit(request, bridge)
         try:
@@ -174,6 +182,7 @@ class Replica:
 
     def close(self) -> None:
         """Cancel what runs, finish pending writes, close the store."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._engine.stop()
         self._keep_costs()
         self._store.close()

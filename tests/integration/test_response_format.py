@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -174,6 +175,27 @@ async def test_a_text_that_a_grammar_leaves_without_a_way_on_is_no_answer(
     events = [event async for event in local.replica.generate(request)]
 
     assert [event.finish for event in events] == [FinishReason.ERROR]
+
+
+async def test_a_schema_is_compiled_once_and_not_on_the_event_loop(
+    local: LocalService, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def watched(*given: Any) -> LLMatcher:
+        threads.append(threading.get_ident())
+        return LLMatcher(*given)
+
+    asked = request_in(schema_grammar({"enum": ["never", "before"]}, "schema"), tiny_model)
+    monkeypatch.setattr("rakv_cluster.model.grammar.LLMatcher", watched)
+
+    for number in range(2):
+        request = replace(asked, request_id=str(number))
+        events = [event async for event in local.replica.generate(request)]
+        assert events[-1].finish is FinishReason.STOP
+
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 async def test_a_replica_that_takes_over_goes_on_in_the_grammar(
