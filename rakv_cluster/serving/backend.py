@@ -118,7 +118,8 @@ class Failover:
         for attempt in range(self._attempts):
             remaining_s = deadline_s - self._clock.monotonic_s()
             if remaining_s <= 0:
-                raise DeadlineExceeded("the request's time ran out while its replica was replaced")
+                when = " while its replica was replaced" if attempt else ""
+                raise DeadlineExceeded(f"the request's time ran out{when}")
             if attempt and len(sent) >= request.max_tokens:
                 stats = RequestStats(
                     prompt_tokens=len(request.prompt.token_ids),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -164,8 +164,22 @@ async def test_the_time_of_a_dead_replica_counts() -> None:
     assert replicas.seen[1].timeout_s == pytest.approx(15.0)
 
     late = DyingReplicas([1], delay_s=61.0)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match="while its replica was replaced"):
         await collect(failover_over(late), request_of())
+
+
+@pytest.mark.parametrize("timeout_s", [1e-9, 0.0, -1.0])
+async def test_time_that_ran_out_before_it_began_is_not_put_down_to_a_replica(
+    timeout_s: float,
+) -> None:
+    replicas = DyingReplicas([])
+    replicas.clock.advance(1e9)  # a nanosecond is nothing beside it
+
+    with pytest.raises(DeadlineExceeded) as refusal:
+        await collect(failover_over(replicas), replace(request_of(), timeout_s=timeout_s))
+
+    assert refusal.value.message == "the request's time ran out"
+    assert not replicas.seen
 
 
 async def test_other_errors_are_not_retried() -> None:
