@@ -67,7 +67,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("store_records", "Records on this node's disk, or in RAM where there is no disk."),
     Figure("store_bytes", "Their size."),
     Figure("store_budget_bytes", "The size they may have."),
-    Figure("store_events_total", "What happened in the replica's stores.", "event"),
+    Figure(
+        "store_events_total",
+        "What happened in the replica's stores; `failed_writes`: records that the disk raised on.",
+        "event",
+    ),
     Figure("speculation_steps_total", "Decode steps of a sequence by its drafts.", "drafts"),
     Figure("speculation_decisions_total", "Decode steps by why so many drafts.", "reason"),
     Figure("speculation_acceptance_ratio", "Share of drafts accepted, by place.", "position"),

@@ -18,15 +18,15 @@ from rakv_cluster.store.memory import frozen_copy
 from rakv_cluster.store.worker_thread import WorkerThread
 
 _QUEUE_LIMIT = 1024
-_COUNTERS = ("dropped_writes", "background_writes", "promotions")
+_COUNTERS = ("dropped_writes", "background_writes", "failed_writes", "promotions")
 
 
 class TieredStore:
     """Finds in RAM first, promotes what disk loads, writes to disk in the background.
 
     A put is in RAM when it returns and on disk later; KV of at most ``queue_bytes`` waits for the
-    disk, more is dropped from that tier and counted. ``stats`` describes the disk tier's sizes
-    and both tiers' counters.
+    disk, more is dropped from that tier and counted, and so is what the disk raises on. ``stats``
+    describes the disk tier's sizes and both tiers' counters.
     """
 
     def __init__(
@@ -112,6 +112,9 @@ class TieredStore:
     def _write(self, records: Sequence[ChunkRecord], size: int) -> None:
         try:
             self._counters.add("background_writes", self._disk.put(records))
+        except Exception:
+            self._counters.add("failed_writes", len(records))
+            raise  # to the worker's log
         finally:
             self._reserve(-size)
 

@@ -14,6 +14,7 @@ from rakv_cluster.store.null import NullStore
 from rakv_cluster.store.tiered import TieredStore
 from rakv_cluster.store.worker_thread import WorkerThread
 from rakv_cluster.testing.clock import ManualClock
+from rakv_cluster.testing.faulty_store import Fault, FaultyStore
 from rakv_cluster.testing.records import load_item, tiny_record
 from rakv_cluster.types import Tier
 
@@ -54,6 +55,22 @@ def test_a_put_does_not_wait_for_the_disk_and_is_dropped_when_too_much_waits():
     assert store.put([records[4]]) == 1
     assert store.flush(WAIT_S)
     assert store.stats().counters["background_writes"] == 4
+    store.close()
+
+
+def test_writes_that_the_disk_raises_on_are_counted_and_cost_no_others():
+    faults = iter([Fault.RAISE, Fault.NONE])
+    store = TieredStore(
+        memory(), FaultyStore(memory(), lambda: next(faults)), queue_bytes=2 * RECORD_BYTES
+    )
+
+    for first in (0, 2):
+        assert store.put([tiny_record(first), tiny_record(first + 1)]) == 2
+        assert store.flush(WAIT_S)
+
+    counters = store.stats().counters
+    assert (counters["failed_writes"], counters["background_writes"]) == (2, 2)
+    assert counters["dropped_writes"] == 0
     store.close()
 
 
