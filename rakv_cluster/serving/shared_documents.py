@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from rakv_cluster.errors import RakvError, Unavailable
 from rakv_cluster.serving.document_registry import DocumentRegistry, LeftDocument
@@ -24,11 +24,13 @@ _START_TIMEOUT_S = 120.0
 class SharedDocuments:
     """:class:`~rakv_cluster.serving.document_registry.Documents` of one service and namespace.
 
-    A call takes a few milliseconds; requests that name no document by id make none.
+    A call takes a few milliseconds; requests that name no document by id make none. The actor is
+    looked up by its name with the first call, and again when it has died.
     """
 
     def __init__(self, budget_bytes: int, *, service: str, namespace: str) -> None:
         self._budget_bytes = budget_bytes
+        self._registry: Any = None  # the actor's handle, once it was named
         self._options = {
             "name": f"{service}-documents",
             "namespace": namespace,
@@ -61,9 +63,11 @@ class SharedDocuments:
 
     async def _ask(self, method: str, *given: object, timeout_s: float = _TIMEOUT_S) -> Any:
         try:
-            # In a thread: naming an actor blocks.
-            actor = await asyncio.to_thread(self._actor)
-            return await asyncio.wait_for(getattr(actor, method).remote(*given), timeout_s)
+            try:
+                return await self._call(method, *given, timeout_s=timeout_s)
+            except ActorDiedError:  # for good; one that starts again keeps its handle
+                self._registry = None
+                return await self._call(method, *given, timeout_s=timeout_s)
         except RayTaskError as error:
             if isinstance(error.cause, RakvError):
                 raise error.cause from None
@@ -71,7 +75,14 @@ class SharedDocuments:
         except (RayError, asyncio.TimeoutError) as error:
             raise _unreached() from error
 
-    def _actor(self) -> Any:
+    async def _call(self, method: str, *given: object, timeout_s: float) -> Any:
+        if self._registry is None:
+            # In a thread: naming an actor blocks.
+            self._registry = await asyncio.to_thread(self._named)
+        answer = getattr(self._registry, method).remote(*given)
+        return await asyncio.wait_for(answer, timeout_s)
+
+    def _named(self) -> Any:
         registry = ray.remote(DocumentRegistry).options(**self._options)
         try:
             return registry.remote(self._budget_bytes)

@@ -90,11 +90,24 @@ def test_both_nodes_ask_and_rows_keep_their_answers(
     assert sum(row["cached_tokens"] > 0 for row in rows) >= ROWS - DOCUMENTS
 
 
+class Counting(SharedDocuments):
+    """Knows how often it looked up its actor."""
+
+    lookups = 0
+
+    def _named(self) -> Any:
+        self.lookups += 1
+        return super()._named()
+
+
 class Door:
     """An ingress's process: leaves and finds texts."""
 
     def __init__(self) -> None:
-        self._documents = SharedDocuments(BUDGET_BYTES, service="test", namespace="rakv-test")
+        self._documents = Counting(BUDGET_BYTES, service="test", namespace="rakv-test")
+
+    async def lookups(self) -> int:
+        return self._documents.lookups
 
     async def start(self) -> None:
         await self._documents.start()
@@ -135,6 +148,7 @@ def test_a_text_left_at_one_door_is_known_at_the_other_and_outlives_the_first(
     call(second.leave, "t", "b", "other")
 
     assert call(second.text, "t", "a") == "text"
+    assert call(second.lookups) == 1
     ray.kill(first)
     assert call(second.names, "t") == ["b", "a"]
     assert call(second.names, "u") == []
@@ -161,5 +175,13 @@ def test_a_registry_that_dies_is_replaced(doors: list[Any]) -> None:
         return False
 
     eventually(replaced, "another registry answers", timeout_s=120.0)
-    call(first.leave, "t", "e", "another")
+
+    def left() -> bool:
+        with suppress(Unavailable):
+            call(first.leave, "t", "e", "another")
+            return True
+        return False
+
+    eventually(left, "the other door knows it too", timeout_s=120.0)
     assert call(second.text, "t", "e") == "another"
+    assert call(first.lookups) > 1
