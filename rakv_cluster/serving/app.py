@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rakv_cluster.config import Settings
-from rakv_cluster.errors import ConfigError
+from rakv_cluster.errors import ConfigError, RakvError
 
 # Read by Ray when it is imported: no usage report leaves this machine.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -34,6 +34,7 @@ from ray.serve.config import (
 )
 
 from rakv_cluster.cluster.service import start_cluster_store, stop_cluster_store
+from rakv_cluster.serving.handles import translated
 from rakv_cluster.serving.ingress import Ingress
 from rakv_cluster.serving.stores import cluster_store_settings, damage_notices, disk_problem
 from rakv_cluster.serving.tls import tls_files
@@ -157,7 +158,7 @@ def running(settings: Settings, *, on_ray: Callable[[], None] = lambda: None) ->
             yield Running(
                 f"{'https' if settings.has_tls else 'http'}://{_bracketed(settings.host)}:{settings.port}",
                 ray.util.get_node_ip_address(),
-                (*notices, *damage_notices(_figures(), settings.store_path)),
+                (*notices, *damage_notices(figures_of_one(), settings.store_path)),
             )
     finally:
         ray.shutdown()
@@ -207,12 +208,13 @@ def _http_options(settings: Settings) -> HTTPOptions:
     )
 
 
-def _figures() -> Figures:
-    """One replica's figures; none if it does not answer soon."""
+def figures_of_one() -> Figures:
+    """One replica's figures; none if it does not answer soon, or dies over it."""
     worker = serve.get_deployment_handle("Worker", APP_NAME).options(method_name="stats")
     try:
-        figures: dict[str, Figures] = worker.remote().result(timeout_s=_FIGURES_TIMEOUT_S)
-    except TimeoutError:
+        with translated():
+            figures: dict[str, Figures] = worker.remote().result(timeout_s=_FIGURES_TIMEOUT_S)
+    except (TimeoutError, RakvError):
         return {}
     return next(iter(figures.values()))
 

@@ -72,12 +72,12 @@ class HandleBackend:
         self._lengths = lengths
 
     async def describe(self) -> ModelCard:
-        with _translated():
+        with translated():
             card: ModelCard = await self._describe.remote()
             return card
 
     async def stats(self) -> dict[str, Figures]:
-        with _translated():
+        with translated():
             asked = self._worker.broadcast("stats")
             # What is public waits for all replicas or has none: one that hangs would hide all.
             calls = await asked._fetch_replica_results_async()
@@ -86,7 +86,7 @@ class HandleBackend:
         return {name: figures for answer in answers for name, figures in answer.items()}
 
     async def forget(self, keys: Sequence[bytes]) -> None:
-        with _translated():
+        with translated():
             answers = self._worker.broadcast("forget", list(keys))
             try:
                 # One that ends meanwhile has nothing to forget any more.
@@ -113,7 +113,7 @@ class HandleBackend:
     async def _attempt(
         self, request: EngineRequest, ticket: RouteTicket
     ) -> AsyncGenerator[EngineEvent, None]:
-        with _translated():
+        with translated():
             events = self._generate.remote(request, ticket)
             try:
                 async for event in events:
@@ -148,7 +148,7 @@ class HandleBackend:
         ticket = replace(self._ticket(request), trial=True)
         # From the handle that generates, so that it is the same router that is asked.
         ask = self._generate.options(method_name="route_only", stream=False)
-        with _translated():
+        with translated():
             await ask.remote(request, ticket)
         if not ticket.decisions:
             raise Unavailable(
@@ -182,7 +182,7 @@ async def in_time(calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Raise what Ray raises as one of ours; an exception of ours comes out of its wrapping."""
     try:
         yield
