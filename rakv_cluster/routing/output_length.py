@@ -27,7 +27,8 @@ class OutputLengths:
         return min(_PRIOR_TOKENS, float(max_tokens))
 
     def observe(self, endpoint: str, tenant: str, output_tokens: int) -> None:
-        """An answer had so many tokens."""
+        """An answer had so many tokens, or so many when its client left it: what is asked for is
+        the work, and that was done."""
         for pair in {(endpoint, tenant), (endpoint, "")}:
             known = self._means.get(pair, float(output_tokens))
             self._means[pair] = known + _GAIN * (output_tokens - known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import chain
 
 from rakv_cluster.engine.request import EngineEvent
@@ -14,17 +14,25 @@ class EventBridge:
     """An engine sink that a coroutine of ``loop`` reads from.
 
     Bounded without ever blocking the engine: events that a slow reader has not taken are merged
-    into one, so at most one request's tokens wait here.
+    into one, so at most one request's tokens wait here. ``ended`` is called in the loop with the
+    last event, before that can be read, and also if nobody reads any more.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ended: Callable[[EngineEvent], None] = lambda event: None,
+    ) -> None:
         self._loop = loop
+        self._ended = ended
         self._lock = threading.Lock()
         self._waiting: list[EngineEvent] = []
         self._ready = asyncio.Event()
 
     def __call__(self, event: EngineEvent) -> None:
         """Take an event; called in the engine's thread."""
+        if event.finish is not None:
+            self._loop.call_soon_threadsafe(self._ended, event)
         with self._lock:
             self._waiting.append(event)
             wake = len(self._waiting) == 1

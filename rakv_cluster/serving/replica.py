@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 
 from rakv_cluster.chunking.boundaries import ChunkLimits, CutTable
 from rakv_cluster.clock import Clock
@@ -139,14 +140,11 @@ class Replica:
             # Not in this thread, which writes all streams; the engine finds it compiled.
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiler, self._grammars, request.grammar)
-        bridge = EventBridge(asyncio.get_running_loop())
+        bridge = EventBridge(asyncio.get_running_loop(), partial(self._ended, request))
         self._engine.submit(request, bridge)
         try:
             async with aclosing(bridge.events()) as events:
                 async for event in events:
-                    if event.finish is not None and event.stats is not None:
-                        self._reporter.ended(request, event.stats)
-                        _log_end(request, event.finish, event.stats)
                     yield event
         finally:
             self._engine.cancel(request.request_id)
@@ -186,6 +184,14 @@ class Replica:
         self._engine.stop()
         self._keep_costs()
         self._store.close()
+
+    def _ended(self, request: EngineRequest, event: EngineEvent) -> None:
+        """Learn from a request that has ended, or that its client has left: what it took of the
+        replica until then it did take."""
+        REQUEST_ID.set(request.trace_id)
+        if event.finish is not None and event.stats is not None:
+            self._reporter.ended(request, event.stats)
+            _log_end(request, event.finish, event.stats)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._engine.settle(keys)

@@ -89,7 +89,7 @@ class Service:
     ) -> None:
         """``documents`` makes the registry, of a budget in bytes for each tenant. ``on_disk`` says
         whether some node's disk is known to hold the KV under a key. ``ended`` hears of each choice
-        that came to its end: endpoint, tenant, tokens."""
+        that came to its end, or had begun when its client left: endpoint, tenant, tokens."""
         self.settings = settings
         self.backend = backend
         self.card = card
@@ -197,16 +197,20 @@ class Service:
         """Updates of all choices; see :func:`run_choices`."""
         updates = run_choices(self.backend, prepared.choices, self.token_bytes, self.clock)
         async with aclosing(updates):
-            computed = False
-            async for update in updates:
-                if not computed and prepared.reuse in STORED:
-                    prompt = prepared.choices[0].request.prompt
-                    self._seen.add([chunk.prefix_key for chunk in prompt.chunks])
-                    computed = True
-                if update.finish_reason:
-                    asked = prepared.choices[update.index].request
-                    self._ended(asked.endpoint, asked.tenant, update.output_tokens)
-                yield update
+            asked = prepared.choices[0].request
+            begun: dict[int, int] = {}
+            try:
+                async for update in updates:
+                    if not begun and prepared.reuse in STORED:
+                        self._seen.add([chunk.prefix_key for chunk in asked.prompt.chunks])
+                    begun[update.index] = update.output_tokens
+                    if update.finish_reason:
+                        self._ended(asked.endpoint, asked.tenant, begun.pop(update.index))
+                    yield update
+            except (asyncio.CancelledError, GeneratorExit):
+                for output_tokens in begun.values():
+                    self._ended(asked.endpoint, asked.tenant, output_tokens)
+                raise
 
     def _reuse(self, request: GenerationRequest) -> ReuseMode:
         reuse = ReuseMode(request.reuse) if request.reuse else self.settings.default_reuse

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
+from contextlib import aclosing
 
 import httpx
 import pytest
 
+from rakv_cluster.chunking.boundaries import CutTable
 from rakv_cluster.chunking.prompt import chunk_prompt
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
+from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.routing.report import MAX_PACES, decode_report, encode_report
 from rakv_cluster.serving.routing_report import Paces, RoutingReporter
@@ -62,6 +66,29 @@ def test_what_a_stop_string_ends_is_learned_from_too(
     report = other.replica.routing_report()
     assert set(report.pace) == {"completions/"}
     assert report.hold_ms > 0
+
+
+async def test_what_a_client_leaves_is_learned_from_too(
+    local: LocalService, tiny_model: LoadedModel
+) -> None:
+    cuts = CutTable.from_tokenizer(tiny_model.tokenizer)
+    asked = EngineRequest(
+        "left", chunk_prompt(NAMESPACE, [[5, 6, 7]], cuts, LIMITS), 1500, endpoint="leaving"
+    )
+    tokens = 0
+
+    async with aclosing(local.replica.generate(asked)) as events:
+        async for event in events:
+            tokens += len(event.token_ids)
+            if tokens > 8:  # of fewer no pace is learned
+                break
+    for _ in range(1000):
+        if "leaving/" in local.replica.routing_report().pace:
+            break
+        await asyncio.sleep(0.01)
+
+    assert "leaving/" in local.replica.routing_report().pace
+    assert local.replica.routing_report().hold_ms > 0
 
 
 @pytest.fixture

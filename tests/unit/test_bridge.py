@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from rakv_cluster.engine.request import EngineEvent, RequestStats
 from rakv_cluster.serving.bridge import EventBridge, merged
 from rakv_cluster.types import FinishReason, TokenLogprob
@@ -37,6 +39,25 @@ async def test_what_a_slow_reader_has_not_taken_comes_as_one_event() -> None:
     events = [event async for event in bridge.events()]
 
     assert events == [EngineEvent("r", (0, 1, 2, 3, 4), finish=FinishReason.STOP, stop_token_id=9)]
+
+
+@pytest.mark.parametrize("read", [True, False])
+async def test_an_end_is_heard_of_whether_or_not_anybody_reads(read: bool) -> None:
+    ends: list[EngineEvent] = []
+    bridge = EventBridge(asyncio.get_running_loop(), ends.append)
+    last = EngineEvent("r", (2,), finish=FinishReason.CANCELLED)
+
+    def engine() -> None:
+        bridge(EngineEvent("r", (1,)))
+        bridge(last)
+
+    await asyncio.to_thread(engine)
+    if read:
+        async for event in bridge.events():
+            assert not event.finish or ends
+    await asyncio.sleep(0)
+
+    assert ends == [last]
 
 
 def test_merging_keeps_the_latest_account_and_every_log_probability() -> None:

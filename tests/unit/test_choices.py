@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
 from rakv_cluster.serving.http_app import create_app
+from rakv_cluster.serving.openai_models import CompletionRequest, validated
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
@@ -107,6 +109,24 @@ async def test_the_length_of_an_answer_is_learned_however_it_ends() -> None:
     assert both == 2 * whole
     lengths = [whole, cut, stopped, whole, whole]
     assert learned == [("completions", tokens) for tokens in lengths]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_so_is_how_far_an_answer_came_before_its_client_left(n: int) -> None:
+    learned: list[tuple[str, int]] = []
+    backend = ScriptedBackend(lambda prompt: "an answer", step_tokens=3)
+    backend.hold()
+    service = scripted_service(
+        backend, Settings(), ManualClock(),
+        ended=lambda endpoint, tenant, output_tokens: learned.append((endpoint, output_tokens)),
+    )  # fmt: skip
+    prepared = await service.prepare(validated(CompletionRequest, {"prompt": "x", "n": n}))
+
+    async with aclosing(service.run(prepared)) as updates:
+        for _ in range(n):
+            await anext(updates)
+
+    assert learned == [("completions", 3)] * n
 
 
 class Slow(ScriptedBackend):
