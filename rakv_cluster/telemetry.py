@@ -111,7 +111,7 @@ class ServiceMetrics:
         self.output_tokens = Counter("rakv_output_tokens", "Tokens generated.", registry=own)
         self.retries = Counter(
             "rakv_replica_retries",
-            "Requests continued on another replica after theirs died.",
+            "Requests continued on another replica after theirs died or had no memory left.",
             registry=own,
         )
         self.hedged = Counter(

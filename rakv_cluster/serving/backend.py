@@ -86,7 +86,8 @@ class Failover:
     When a replica dies, the tokens already sent become a forced prefix of the same request (same
     seed) on another one, so that the text goes on where it stopped and no token comes twice. What
     a blended request had got by then stays approximate, and the answer says so even if the other
-    replica computes exactly.
+    replica computes exactly. A replica that lives on, but has no memory for the request any more,
+    is left in the same way.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class Failover:
         await self._backend.forget(keys)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
-        """As the backend does, but raises :class:`RequestRefused` instead of ``ReplicaLost``."""
+        """As the backend does, but raises :class:`RequestRefused` where replica after replica was
+        lost."""
         self._poison.check(request)
         deadline_s = self._clock.monotonic_s() + request.timeout_s
-        sent, blended = list(request.forced_ids), False
+        sent, blended, deaths = list(request.forced_ids), False, 0
         for attempt in range(self._attempts):
             remaining_s = deadline_s - self._clock.monotonic_s()
             if remaining_s <= 0:
@@ -133,17 +135,22 @@ class Failover:
             if attempt:
                 # A replica that was only out of reach still knows the first by its id.
                 part = replace(part, request_id=f"{request.request_id}-retry{attempt}")
-            here = False
+            here, last = False, attempt + 1 == self._attempts
             try:
                 async with aclosing(self._backend.generate(part)) as events:
                     async for event in events:
+                        if event.finish is FinishReason.NO_MEMORY and not last:
+                            break  # another replica may have some, or the same one again
                         sent += event.token_ids
                         here |= event.stats is not None and event.stats.approximate
                         yield _labelled(event) if blended else event
                         if event.finish is not None:
                             return
             except ReplicaLost:
-                self._metrics.retries.inc()
+                deaths += 1
+                if last and deaths < self._attempts:
+                    raise
+            self._metrics.retries.inc()
             blended |= here
         self._poison.add(request)
         self._poison.check(request)

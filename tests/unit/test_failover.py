@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -180,6 +181,64 @@ async def test_time_that_ran_out_before_it_began_is_not_put_down_to_a_replica(
 
     assert refusal.value.message == "the request's time ran out"
     assert not replicas.seen
+
+
+@dataclass
+class FullReplicas(DyingReplicas):
+    """Replicas that live, but have no memory to go on where the plan's replicas die; the death of
+    number ``dies`` is one all the same."""
+
+    dies: int = -1
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        number = len(self.seen)
+        try:
+            async for event in super().generate(request):
+                yield event
+        except ReplicaLost:
+            if number == self.dies:
+                raise
+            stats = RequestStats(blended_tokens=self.first_blends)
+            yield EngineEvent(
+                request.request_id, (), finish=FinishReason.NO_MEMORY, stats=stats
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("had", [0, 3, len(TEXT) - 1])
+async def test_without_memory_on_one_replica_a_request_goes_on_at_another(had: int) -> None:
+    replicas = FullReplicas([had], first_blends=7)
+
+    events = [event async for event in failover_over(replicas).generate(request_of())]
+
+    assert tuple(i for event in events for i in event.token_ids) == TEXT
+    assert [event.finish for event in events if event.finish] == [FinishReason.LENGTH]
+    assert [request.forced_ids for request in replicas.seen] == [(), TEXT[:had]]
+    stats = events[-1].stats
+    assert stats is not None
+    assert stats.approximate == (had > 0)
+
+
+async def test_without_memory_anywhere_it_ends_so_and_may_come_again() -> None:
+    replicas = FullReplicas([3, 3])
+    failover = failover_over(replicas)
+
+    events = [event async for event in failover.generate(request_of())]
+
+    assert tuple(i for event in events for i in event.token_ids) == TEXT[:6]
+    assert events[-1].finish is FinishReason.NO_MEMORY
+    assert tuple(await collect(failover, request_of())) == TEXT
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+async def test_one_death_and_one_lack_of_memory_do_not_make_a_request_dangerous(dies: int) -> None:
+    replicas = FullReplicas([3, 3], dies=dies)
+    failover = failover_over(replicas)
+
+    with suppress(ReplicaLost):
+        await collect(failover, request_of())
+
+    assert len(replicas.seen) == 2
+    assert tuple(await collect(failover, request_of())) == TEXT
 
 
 async def test_other_errors_are_not_retried() -> None:
