@@ -98,8 +98,7 @@ _STOP_SCHEMA = {
 
 
 class MessageIn(Strict):
-    """One chat message. ``content`` may be missing where an assistant called tools. ``name`` tells
-    participants of one role apart; what becomes of it is the chat template's business."""
+    """One chat message; ``content`` may be missing where an assistant called tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -107,7 +106,7 @@ class MessageIn(Strict):
     ] = None
     tool_calls: list[ToolCallIn] = Field(default_factory=list, max_length=128)
     tool_call_id: str = Field("", max_length=128)
-    name: str = Field("", max_length=128)
+    name: str = Field("", max_length=128)  # for the chat template
     # What an answer's message has besides, in OpenAI's client: conversations are sent back.
     refusal: None = None
     annotations: None = None
@@ -233,12 +232,8 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _one_of(*neutral: object) -> Callable[[object], bool]:
@@ -247,10 +242,10 @@ def _one_of(*neutral: object) -> Callable[[object], bool]:
 
 _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
     # Labels that change no output.
-    "user": _is_text,
-    "safety_identifier": _is_text,
-    "prompt_cache_key": _is_text,
-    "metadata": _is_mapping,
+    "user": _is(str),
+    "safety_identifier": _is(str),
+    "prompt_cache_key": _is(str),
+    "metadata": _is(dict),
     # Switches in the position in which they change no output.
     "store": _one_of(False),
     "service_tier": _one_of("auto", "default"),
