@@ -78,8 +78,8 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
     """Sends each request where it should finish first.
 
     FIFOMixin, because calls fanned out inside one request share Serve's request id, by which the
-    base class would match them. It may hand a chosen replica to another waiting request; what was
-    booked moves with ``on_request_routed``.
+    base class would match them. What was chosen for a request that has left meanwhile goes to the
+    one that waits longest; what was booked moves with ``on_request_routed``.
     """
 
     def initialize_state(self, *, exploration: float = 0.01) -> None:
@@ -124,6 +124,19 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
             self._guard.failed()
             ticket.fallbacks.append(Fallback.FAILED)
             return self._two_at_random(candidate_replicas)
+
+    def _get_pending_request_matching_metadata(
+        self, request_metadata: Any = None
+    ) -> PendingRequest | None:
+        """Whose replica was found: the request it was chosen for, not the one that waits longest.
+
+        FIFOMixin's hook. While a replica is asked how full it is (Serve asks one that had no
+        request for 10 s), others are routed, and would hand theirs to the request that waits.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                return pending
+        return None
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any

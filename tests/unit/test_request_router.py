@@ -11,6 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.request_router import PendingRequest
 
 from rakv_cluster.config import Settings
 from rakv_cluster.engine.request import EngineRequest
@@ -229,6 +236,52 @@ def test_a_replica_that_left_and_what_it_had_is_forgotten(router: Router) -> Non
     assert router.ranks(pending(engine_request("q2"), RouteTicket()))[0] in (["a"], ["c"])
     router.completed("b")
     assert len(router.subject._heard) == 2
+
+
+@dataclass
+class Probed(FakeReplica):
+    """Says how many requests it has once ``answers`` is set; ``asked`` is set when it is asked."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def replica_id(self) -> Any:
+        return ReplicaID(self.name, DeploymentID("Worker", "rakv"))
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.asked.set()
+        await self.answers.wait()
+        return 0
+
+
+async def test_a_choice_is_not_handed_to_a_request_that_waits_for_its_own() -> None:
+    """Serve's own code around the router: it asks ``a``, of which it knows no queue, how full it
+    is; meanwhile a second request is routed."""
+    hot = {name: encode_hot_set([key_of(name, number) for number in range(3)]) for name in "ab"}
+    replicas = [Probed(name, stats(hot=hot[name])) for name in "ab"]
+    source = DeploymentHandleSource.REPLICA
+    router = ExpectedTimeRouter(replicas[0].replica_id.deployment_id, source, "", None, True)
+    router.initialize_state(exploration=0.0)
+    router.queue_len_response_deadline_s = 60.0
+    router.update_replicas(replicas)
+    await replicas[0].asked.wait()  # Serve asks new ones at once
+    replicas[0].asked.clear()
+    router.replica_queue_len_cache.update(replicas[1].replica_id, 0)
+
+    def ask(document: str) -> asyncio.Task[Any]:
+        request, metadata = engine_request(document, document), RequestMetadata("r", "shared id")
+        asked = PendingRequest([request, RouteTicket()], {}, metadata)
+        return asyncio.create_task(router._choose_replica_for_request(asked))
+
+    first = ask("a")
+    await replicas[0].asked.wait()
+    second = ask("b")
+    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+    assert not first.done()
+    assert (await second).name == "b"
+    replicas[0].answers.set()
+    assert (await first).name == "a"
 
 
 def test_serves_haproxy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
