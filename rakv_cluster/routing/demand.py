@@ -17,12 +17,12 @@ class Demand:
         self._wanted: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Number of open requests."""
+        """Number of open requests that want any."""
         return len(self._keys)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
         """A request that wants ``keys`` is open; one that is known already changes nothing."""
-        if request_id in self._keys:
+        if request_id in self._keys or not keys:
             return
         self._keys[request_id] = keys
         self._wanted.update(keys)

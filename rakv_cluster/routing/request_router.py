@@ -8,9 +8,10 @@ proxies. Only for ``ray[serve]`` 2.60, whose router interface is alpha.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,9 @@ _MAX_REMEMBERED = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class _Routed:
+class _Booked:
+    """A request on its way to a replica."""
+
     request: RouteRequest
     decision: Decision
     replica: str
@@ -90,8 +93,10 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         self._policy = RoutePolicy(settings, self._clock, self._rng)
         self._guard = ScoreGuard(self._clock)
         self._heard: dict[str, ReplicaReport] = {}
-        self._booked: OrderedDict[str, _Routed] = OrderedDict()
-        self._running: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
+        self._booked: OrderedDict[str, _Booked] = OrderedDict()
+        self._running: OrderedDict[str, str] = OrderedDict()
+        # Requests whose call is over, by the thread that made it.
+        self._over: deque[str] = deque()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's word on which replicas there are, with their latest reports."""
@@ -113,16 +118,16 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         args = pending_request.args
         if not args or not isinstance(args[0], EngineRequest):
             return self._two_at_random(candidate_replicas)
-        ticket = args[1] if len(args) > 1 and isinstance(args[1], RouteTicket) else RouteTicket()
+        ticket = _ticket(args)
         if not ticket.trial and (why := self._guard.resting()):
-            ticket.fallbacks += why
+            ticket.fell_back(*why)
             return self._two_at_random(candidate_replicas)
         try:
             return self._ranked(args[0], ticket, candidate_replicas)
         except Exception:  # whatever is wrong with the score, the request is routed
             log.exception("scoring failed; requests are routed without it for %.0f s", _REST_S)
             self._guard.failed()
-            ticket.fallbacks.append(Fallback.FAILED)
+            ticket.fell_back(Fallback.FAILED)
             return self._two_at_random(candidate_replicas)
 
     def _get_pending_request_matching_metadata(
@@ -146,27 +151,31 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         if not args or not isinstance(args[0], EngineRequest):
             return
         request_id, name = args[0].request_id, _name(replica_id)
-        routed = self._booked.pop(request_id, None)
-        if routed is None:
+        _ticket(args).replica = name
+        booked = self._booked.pop(request_id, None)
+        if booked is None:
             return
-        if routed.replica != name:
-            self._policy.book(routed.request, routed.decision, name)
-        place = (pending_request.metadata.internal_request_id, name)
-        self._running.setdefault(place, []).append(request_id)
+        if booked.replica != name:
+            self._policy.book(booked.request, booked.decision, name)
+        self._running[request_id] = name
         _bound(self._running)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request ended, well or not."""
-        place = (internal_request_id, _name(replica_id))
-        request_ids = self._running.get(place)
-        if not request_ids:
-            return
-        # Choices of one request share the id; which of them ended makes no difference.
-        self._policy.complete(request_ids.pop(), place[1])
-        if not request_ids:
-            del self._running[place]
+    def _settle(self) -> None:
+        """Forget requests whose calls are over, also those that no replica ever took.
+
+        Serve's own word on that (``on_request_completed``) names no request, may come before the
+        replica's acceptance does, and does not come for a client that left while it waited.
+        """
+        while self._over:
+            request_id = self._over.popleft()
+            name = self._running.pop(request_id, "")
+            if booked := self._booked.pop(request_id, None):
+                name = booked.replica
+            if name:
+                self._policy.complete(request_id, name)
 
     def _hear(self, replicas: Sequence[RunningReplica]) -> None:
+        self._settle()
         now_s = self._clock.monotonic_s()
         nodes = {_name(each.replica_id): each.node_id or "" for each in replicas}
         self._policy.view.set_replicas(nodes, now_s)
@@ -182,14 +191,17 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         self, request: EngineRequest, ticket: RouteTicket, candidates: Sequence[RunningReplica]
     ) -> list[list[RunningReplica]]:
         started_s = self._clock.monotonic_s()
+        self._settle()
         by_name = {_name(each.replica_id): each for each in candidates}
         asked = route_request(request, ticket)
         decision = self._policy.decide(asked, by_name.keys() - ticket.avoid or by_name)
-        ticket.decisions.append(decision)
+        ticket.scored(decision)
         if not ticket.trial:
             best = decision.order[0]
             self._policy.book(asked, decision, best)
-            self._booked[request.request_id] = _Routed(asked, decision, best)
+            if request.request_id not in self._booked:
+                ticket.on_close(partial(self._over.append, request.request_id))
+            self._booked[request.request_id] = _Booked(asked, decision, best)
             _bound(self._booked)
             self._guard.took(self._clock.monotonic_s() - started_s)
         ranked = [by_name[name] for name in decision.order]
@@ -205,6 +217,11 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
 
 def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
+
+
+def _ticket(args: Sequence[Any]) -> RouteTicket:
+    """The call's ticket; one that nobody looks at where it has none."""
+    return args[1] if len(args) > 1 and isinstance(args[1], RouteTicket) else RouteTicket()
 
 
 def _bound(remembered: OrderedDict[Any, Any]) -> None:

@@ -6,6 +6,7 @@ both directions within the ingress's process. What arrives at the replica is an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -26,25 +27,46 @@ class Fallback(str, Enum):
 
 @dataclass(slots=True)
 class RouteTicket:
-    """Hints for the router; ``decisions`` and ``fallbacks`` are its answers, newest last.
+    """Hints for the router, and its answers: how it decided the last time it was asked, by which
+    ``reason``, and the ``replica`` that took the request, once one has.
 
     ``output_tokens`` is the expected length of the answer, ``holders`` what the directory knows.
     A ``trial`` is always scored, and not booked. Replicas to ``avoid`` are not chosen by the score
-    where there are others.
+    where there are others. Whoever makes the call closes its ticket when it is over.
     """
 
     output_tokens: float = 128.0
     holders: Holders = ()
     trial: bool = False
     avoid: frozenset[str] = frozenset()
-    decisions: list[Decision] = field(default_factory=list)
-    fallbacks: list[Fallback] = field(default_factory=list)
+    decided: tuple[Decision, ...] = ()
+    reason: str = ""
+    replica: str = ""
+    _closed: bool = field(default=False, init=False)
+    _on_close: list[Callable[[], object]] = field(default_factory=list, init=False)
 
-    def reasons(self) -> list[str]:
-        """Why the router did what it did, by name; more than one if it was asked again."""
-        return [each.value for each in self.fallbacks] + [
-            each.reason.value for each in self.decisions
-        ]
+    def close(self) -> None:
+        """The call is over, however it ended. Any thread."""
+        self._closed = True
+        for act in self._on_close:
+            act()
+
+    def on_close(self, act: Callable[[], object]) -> None:
+        """``act`` once the call is over, in the thread that closes the ticket; at once if it is.
+
+        Where that happens at the same time, it is called twice.
+        """
+        self._on_close.append(act)
+        if self._closed:
+            act()
+
+    def scored(self, decision: Decision) -> None:
+        """The score decided."""
+        self.decided, self.reason = (decision,), decision.reason.value
+
+    def fell_back(self, why: Fallback) -> None:
+        """The score was not used."""
+        self.decided, self.reason = (), why.value
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RouteTicket, ())

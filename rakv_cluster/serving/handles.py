@@ -121,18 +121,19 @@ class HandleBackend:
             finally:
                 # No effect on a call that has ended.
                 events.cancel()
-                for reason in ticket.reasons():
-                    self._metrics.routed.labels(reason).inc()
+                ticket.close()
+                if ticket.replica and ticket.reason:
+                    self._metrics.routed.labels(ticket.reason).inc()
 
     def _again(
         self, request: EngineRequest, ticket: RouteTicket
     ) -> Sequence[AsyncGenerator[EngineEvent, None]]:
         """A dispatch to another replica than the one that ``ticket`` led to, if there is one."""
-        decided = ticket.decisions[-1:]
+        decided = ticket.decided
         if not any(len(each.ids) > 1 for each in decided) or not self._hedging.take():
             return ()
         other = self._ticket(request)
-        other.avoid = frozenset(each.order[0] for each in decided)
+        other.avoid = frozenset([ticket.replica or decided[0].order[0]])
         # Its replica may come to hold both, and knows requests by their ids.
         second = replace(request, request_id=f"{request.request_id}-hedge")
         return (self._attempt(second, other),)
@@ -150,12 +151,12 @@ class HandleBackend:
         ask = self._generate.options(method_name="route_only", stream=False)
         with translated():
             await ask.remote(request, ticket)
-        if not ticket.decisions:
+        if not ticket.decided:
             raise Unavailable(
                 "requests are routed without a score (setting router), or it failed",
                 retry_after_s=1.0,
             )
-        return ticket.decisions[-1]
+        return ticket.decided[0]
 
     def _ticket(self, request: EngineRequest) -> RouteTicket:
         keys = [chunk.prefix_key for chunk in request.prompt.chunks]

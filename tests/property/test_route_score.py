@@ -189,6 +189,14 @@ def test_demand_counts_open_requests_by_key_and_is_bounded() -> None:
     assert demand.of(b"shared") == demand.of(b"own4") == len(demand) == 0
 
 
+def test_requests_that_want_no_chunk_are_not_remembered() -> None:
+    """Nothing would ever push them out."""
+    demand = Demand(max_keys=6)
+    for number in range(100):
+        demand.add(f"q{number}", [])
+    assert len(demand) == 0
+
+
 def test_ties_are_shared_and_exploration_reaches_everyone() -> None:
     rng = np.random.default_rng(1)
     candidates = np.arange(3)

@@ -70,10 +70,9 @@ def stats(wall_s: float = 0.0, **changes: Any) -> dict[str, Any]:
     return encode_report(ReplicaReport(**{**usual, **changes}), wall_s)
 
 
-def pending(*args: Any, internal_id: str = "serve-1") -> Any:
+def pending(*args: Any) -> Any:
     context = SimpleNamespace(should_backoff=False)
-    metadata = SimpleNamespace(internal_request_id=internal_id)
-    return SimpleNamespace(args=list(args), routing_context=context, metadata=metadata)
+    return SimpleNamespace(args=list(args), routing_context=context)
 
 
 class Router:
@@ -96,12 +95,14 @@ class Router:
     def routed(self, asked: Any, name: str) -> None:
         self.subject.on_request_routed(asked, SimpleNamespace(unique_id=name), None)
 
-    def completed(self, name: str, internal_id: str = "serve-1") -> None:
-        self.subject.on_request_completed(SimpleNamespace(unique_id=name), internal_id)
-
     def open_requests(self) -> list[float]:
+        self.hear()
         policy = self.subject._policy
         return list(policy.view.loads.open_requests(policy.now_s))
+
+    def wanting(self, document: str) -> int:
+        """Open requests that want a document's first chunk."""
+        return self.subject._policy.demand.of(key_of(document, 0))
 
 
 @pytest.fixture
@@ -131,34 +132,65 @@ def test_a_second_dispatch_avoids_where_the_first_went(router: Router) -> None:
 def test_a_request_that_reuses_nothing_is_not_drawn_to_it(router: Router) -> None:
     ticket = RouteTicket()
     router.ranks(pending(engine_request(reuse=ReuseMode.OFF), ticket))
-    assert (ticket.decisions[-1].scores.reused_tokens == 0).all()
+    assert (ticket.decided[0].scores.reused_tokens == 0).all()
 
 
 def test_bookings_follow_the_request_to_its_end(router: Router) -> None:
-    asked = pending(engine_request(), RouteTicket())
+    ticket = RouteTicket()
+    asked = pending(engine_request(), ticket)
     router.ranks(asked)
     assert router.open_requests() == [0.0, 1.0, 0.0]
     router.routed(asked, "c")  # Serve gave it to another
     assert router.open_requests() == [0.0, 0.0, 1.0]
-    router.completed("c")
+    assert ticket.replica == "c"
+    ticket.close()
     assert router.open_requests() == [0.0, 0.0, 0.0]
+    assert router.wanting("d") == 0
 
 
-def test_choices_of_one_request_share_serves_id(router: Router) -> None:
-    for index in range(3):
-        asked = pending(engine_request(f"q-{index}"), RouteTicket())
+def test_choices_of_one_request_end_one_by_one(router: Router) -> None:
+    tickets = [RouteTicket() for _ in range(3)]
+    for index, ticket in enumerate(tickets):
+        asked = pending(engine_request(f"q-{index}"), ticket)
         router.ranks(asked)
         router.routed(asked, "b")
-    assert router.open_requests() == [0.0, 3.0, 0.0]
-    for _ in range(4):  # once more than there were
-        router.completed("b")
+    for left in (2.0, 1.0, 0.0):
+        assert router.wanting("d") == left + 1
+        tickets.pop().close()
+        assert router.open_requests() == [0.0, left, 0.0]
+
+
+def test_who_leaves_before_a_replica_took_the_request_wants_nothing_any_more(
+    router: Router,
+) -> None:
+    for number in range(100):
+        ticket = RouteTicket()
+        router.ranks(pending(engine_request(f"q-{number}"), ticket))
+        ticket.close()
     assert router.open_requests() == [0.0, 0.0, 0.0]
+    assert router.wanting("d") == 0
+    assert not router.subject._booked
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_serve_may_hear_late_that_a_request_is_over(router: Router, asked_again: bool) -> None:
+    ticket = RouteTicket()
+    asked = pending(engine_request(), ticket)
+    router.ranks(asked)
+    ticket.close()
+    if asked_again:
+        router.ranks(asked)
+    else:
+        router.hear()
+    router.routed(asked, "b")
+    assert router.open_requests() == [0.0, 0.0, 0.0]
+    assert router.wanting("d") == 0
 
 
 def test_a_trial_books_nothing(router: Router) -> None:
     ticket = RouteTicket(trial=True)
     router.ranks(pending(engine_request(), ticket))
-    assert ticket.reasons() == ["fastest"]
+    assert ticket.reason == "fastest"
     assert router.open_requests() == [0.0, 0.0, 0.0]
 
 
@@ -172,15 +204,15 @@ def test_a_failing_score_is_not_a_failing_request(router: Router) -> None:
     object.__setattr__(broken, "prompt", None)
     ticket = RouteTicket()
     assert [len(rank) for rank in router.ranks(pending(broken, ticket))] == [2]
-    assert ticket.fallbacks == [Fallback.FAILED]
+    assert ticket.reason == Fallback.FAILED.value
 
     after = RouteTicket()
     router.ranks(pending(engine_request(), after))
-    assert after.reasons() == ["score_failed"]  # at rest for a second
+    assert after.reason == "score_failed"  # at rest for a second
 
     trial = RouteTicket(trial=True)
     router.ranks(pending(engine_request(), trial))
-    assert trial.reasons() == ["fastest"]
+    assert trial.reason == "fastest"
 
 
 def test_no_candidate_is_no_choice(router: Router) -> None:
@@ -202,7 +234,6 @@ def test_absurd_reports_leave_a_choice(router: Router, said: Any) -> None:
 def test_a_repeated_report_is_no_news(router: Router) -> None:
     asked = pending(engine_request(), RouteTicket())
     router.ranks(asked)
-    router.hear()
     assert router.open_requests() == [0.0, 1.0, 0.0]
     router.replicas[1].routing_stats = stats(wall_s=10.0, open_requests=5.0)
     router.hear()
@@ -212,7 +243,7 @@ def test_a_repeated_report_is_no_news(router: Router) -> None:
 def test_a_ticket_crosses_empty(router: Router) -> None:
     ticket = RouteTicket(output_tokens=7.0, holders=(("n1",),))
     router.ranks(pending(engine_request(), ticket))
-    assert ticket.decisions
+    assert ticket.decided
     assert pickle.loads(pickle.dumps(ticket)) == RouteTicket()  # noqa: S301  # as Ray does
 
 
@@ -229,12 +260,13 @@ def test_late_decisions_in_a_row_rest_the_score() -> None:
 
 
 def test_a_replica_that_left_and_what_it_had_is_forgotten(router: Router) -> None:
-    asked = pending(engine_request(), RouteTicket())
-    router.ranks(asked)
+    ticket = RouteTicket()
+    router.ranks(pending(engine_request(), ticket))
     router.replicas = [router.replicas[0], router.replicas[2]]
     router.hear()
     assert router.ranks(pending(engine_request("q2"), RouteTicket()))[0] in (["a"], ["c"])
-    router.completed("b")
+    ticket.close()
+    router.hear()
     assert len(router.subject._heard) == 2
 
 
