@@ -103,8 +103,11 @@ class ReplicaView:
         self.locations.report(index, report.hot)
         costs, paces = self._believed(report, index, now_s)
         self._said_at_s[index] = now_s
-        for kind in {*paces, *self._paces}:
-            self._set_pace(kind, index, paces.get(kind, np.nan))
+        for kind, pace in self._paces.items():
+            if kind not in paces:
+                pace[index] = np.nan
+        for kind, ms in paces.items():
+            self._set_pace(kind, index, ms)
         if self._measured and not np.isnan(costs).any():
             self._said[:, index] = costs
             for name, value in zip(_COSTS, costs, strict=True):
@@ -158,6 +161,7 @@ class ReplicaView:
             while len(self._paces) >= _MAX_KINDS:
                 self._paces.popitem(last=False)
             self._paces[kind] = np.full(len(self.ids), np.nan)
+        self._paces.move_to_end(kind)
         self._paces[kind][index] = ms
 
     def _forget(self, now_s: float) -> None:

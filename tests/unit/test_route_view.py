@@ -382,6 +382,22 @@ def test_the_pace_of_a_kind_of_work_decides_where_it_runs() -> None:
     assert router.policy.decide(request(kind="chat", output_tokens=100.0)).order[0] == "b"
 
 
+def test_kinds_of_work_that_go_push_out_none_that_stay() -> None:
+    router = Router()
+
+    def paces(kind: str) -> list[float]:
+        fleet = router.policy.view.fleet(kind, router.clock.monotonic_s())
+        return list(fleet.token_ms)
+
+    for number in range(100):  # tenants come and go; "chat" is reported all the time
+        router.hear("a", pace={"chat": 8.0, f"a{number}": 1.0})
+        router.hear("b", pace={"chat": 12.0, f"b{number}": 1.0})
+        assert paces("chat") == [8.0, 12.0, 20.0]
+        assert paces(f"b{number}") == [20.0, 1.0, 20.0]
+    router.hear("b")  # it has forgotten
+    assert paces("chat") == [8.0, 20.0, 20.0]
+
+
 def test_memory_stays_bounded() -> None:
     router = Router()
     for number in range(8_000):
