@@ -123,6 +123,11 @@ class Loads:
         elif self._reported_open[replica] >= 1:
             self._reported_open[replica] -= 1
 
+    def forget(self, replica: int) -> None:
+        """What a replica said is too old: it is taken to have as many open requests as the others,
+        and what was sent to it since."""
+        self._reported_open[replica] = math.nan
+
     def idle_s(self, replica: int, now_s: float) -> float:
         """How long ago a replica was last known to have work in hand."""
         return now_s - float(self._busy_at_s[replica])
@@ -154,7 +159,11 @@ class Loads:
             if oldest.at_s > now_s - self._settings.booking_ttl_s:
                 break
             self._remove(request_id)
-        return self._reported_open + self._booked_open
+        reported, unknown = self._reported_open, np.isnan(self._reported_open)
+        if unknown.any():
+            known = reported[~unknown]
+            reported = np.where(unknown, np.median(known) if len(known) else 0.0, reported)
+        return reported + self._booked_open
 
     def _age_recent(self, now_s: float) -> None:
         self._recent_ms *= math.exp((self._recent_at_s - now_s) / self._settings.recent_s)

@@ -1,7 +1,7 @@
 """What one router knows of the replicas: their reports, aged, and what it sent them itself.
 
-Staleness rules. Backlog fades and is doubted (see :mod:`.loads`). Costs and hot sets change
-slowly: they are used for ``forget_s`` after the last report, then forgotten. A cost that a replica
+Staleness rules. Backlog fades and is doubted (see :mod:`.loads`). Costs, hot sets and the requests
+that others sent are used for ``forget_s`` after the last report, then forgotten. A cost that a replica
 does not report is taken to be the median of the others'; one that nobody reports has a default.
 What a replica without work claims is doubted the longer, the more it is above the others'
 (docs/adr/0098).
@@ -165,13 +165,14 @@ class ReplicaView:
         self._paces[kind][index] = ms
 
     def _forget(self, now_s: float) -> None:
-        """Drop costs and hot sets of replicas that have been silent for too long."""
+        """Drop what replicas said that have been silent for too long."""
         silent = np.flatnonzero(now_s - self._said_at_s > self._settings.forget_s)
         self._said[:, silent] = np.nan
         for pace in self._paces.values():
             pace[silent] = np.nan
         for index in silent:
             self.locations.report(int(index), b"")
+            self.loads.forget(int(index))
         heard = np.delete(self._said_at_s, silent)
         self._oldest_s = float(heard.min()) if len(heard) else now_s
         self._fill()

@@ -259,6 +259,36 @@ def test_costs_of_a_silent_replica_become_those_of_the_others() -> None:
     assert scores.prefill_ms.tolist() == [420.0] * 3
 
 
+def test_requests_that_a_silent_replica_had_are_not_open_for_good() -> None:
+    """Another ingress sent them, so that nobody here hears of their end."""
+    router = Router()
+    router.hear("c", open_requests=40.0)
+    loads = router.policy.view.loads
+
+    def passes(seconds: float) -> list[float]:
+        router.clock.advance(seconds)
+        router.hear("a", open_requests=4.0)
+        router.hear("b", open_requests=2.0)
+        router.policy.decide(request())
+        return list(loads.open_requests(router.clock.monotonic_s()))
+
+    assert passes(30.0) == [4.0, 2.0, 40.0]
+    assert passes(31.0) == [4.0, 2.0, 3.0]
+    router.route(request("sent"), "c")
+    assert loads.open_requests(router.clock.monotonic_s())[2] == 4.0
+    router.hear("c", open_requests=9.0)
+    assert loads.open_requests(router.clock.monotonic_s())[2] >= 9.0
+
+
+def test_requests_of_replicas_that_are_all_silent_are_forgotten() -> None:
+    router = Router()
+    for name in "abc":
+        router.hear(name, open_requests=40.0)
+    router.clock.advance(61.0)
+    router.policy.decide(request())
+    assert router.policy.view.loads.open_requests(router.clock.monotonic_s()).tolist() == [0.0] * 3
+
+
 def test_what_a_stall_left_behind_fades_while_there_is_no_work() -> None:
     router = Router()
     stalled = {"prefill_ms": 57.0, "pace": {"chat": 900.0}}
