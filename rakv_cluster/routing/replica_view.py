@@ -1,7 +1,7 @@
 """What one router knows of the replicas: their reports, aged, and what it sent them itself.
 
-Staleness rules. Backlog fades and is doubted (see :mod:`.loads`). Costs, hot sets and the requests
-that others sent are used for ``forget_s`` after the last report, then forgotten. A cost that a replica
+Staleness rules. Backlog fades and is doubted (see :mod:`.loads`). Costs, hot sets and requests that
+others sent are used for ``forget_s`` after the last report, then forgotten. A cost that a replica
 does not report is taken to be the median of the others'; one that nobody reports has a default.
 What a replica without work claims is doubted the longer, the more it is above the others'
 (docs/adr/0098).

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
-from rakv_cluster.engine.stats import Counters
 from rakv_cluster.reuse.costs import LOAD_FIXED_MS, CostView
 from rakv_cluster.routing.autoscaling import ReplicaLoad
 from rakv_cluster.routing.hot_set import CAPACITY, encode_hot_set
@@ -19,6 +18,7 @@ _DEPTH_TOKENS = 4096
 _BATCH = 8
 _PACE_GAIN = 0.2
 _HOLD_GAIN = 0.1
+_SHARE_GAIN = 0.1
 _LEAST_TOKENS = 8
 
 
@@ -69,6 +69,9 @@ class RoutingReporter:
         self._newest_keys = newest_keys
         self._paces = Paces()
         self._hold_ms = 0.0
+        # Of the prompts that ended last, older ones ever less.
+        self._prompt_tokens = 0.0
+        self._computed_tokens = 0.0
 
     def ended(self, request: EngineRequest, stats: RequestStats) -> None:
         """Learn from a request that ended, if it began."""
@@ -76,19 +79,21 @@ class RoutingReporter:
         if held_ms <= 0:
             return
         self._hold_ms += _HOLD_GAIN * (held_ms - self._hold_ms)
+        self._prompt_tokens += stats.prompt_tokens - _SHARE_GAIN * self._prompt_tokens
+        self._computed_tokens += stats.computed_tokens - _SHARE_GAIN * self._computed_tokens
         batch = self._engine.stats().running
         self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)
 
     def load(self) -> ReplicaLoad:
         """As of now, without the rest of a report: what is in RAM takes a filter to make."""
         stats = self._engine.stats()
-        backlog_ms = self._backlog_ms(stats.counters, self._engine.costs())
+        backlog_ms = self._backlog_ms(self._engine.costs())
         return ReplicaLoad(backlog_ms, (stats.running + stats.waiting) / self._slots)
 
-    def _backlog_ms(self, counters: Counters, costs: CostView) -> float:
-        prompt = counters.computed_tokens + counters.ram_tokens + counters.disk_tokens
-        # Part of what waits will be loaded, not computed: about the part that was so far.
-        computed = counters.computed_tokens / prompt if prompt else 1.0
+    def _backlog_ms(self, costs: CostView) -> float:
+        # Part of what waits will be loaded, not computed: about the part that was of late.
+        known = self._prompt_tokens > 0
+        computed = self._computed_tokens / self._prompt_tokens if known else 1.0
         shallow = costs.prefill_rate_ms(costs.step_tokens, 0)
         return self._engine.uncomputed_tokens() * shallow * computed
 
@@ -100,7 +105,7 @@ class RoutingReporter:
         plain_ms = costs.decode_ms(1)
         paces = self._paces.by_kind()
         return ReplicaReport(
-            backlog_ms=self._backlog_ms(stats.counters, costs),
+            backlog_ms=self._backlog_ms(costs),
             open_requests=float(stats.running + stats.waiting),
             slots=float(self._slots),
             prefill_ms=shallow,

@@ -98,6 +98,29 @@ def engine() -> Iterator[Engine]:
     engine.stop(timeout_s=1.0)
 
 
+def test_what_waits_will_be_loaded_as_far_as_prompts_of_late_were(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = RoutingReporter(
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True
+    )
+    asked = EngineRequest("r", chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS), 9)
+    monkeypatch.setattr(engine, "uncomputed_tokens", lambda: 1000)
+    token_ms = reporter.report().prefill_ms
+    assert reporter.load().backlog_ms == 1000 * token_ms  # nothing is known yet
+
+    def end(requests: int, computed: int, tokens: int = 500) -> float:
+        for _ in range(requests):
+            cached = tokens - computed
+            stats = RequestStats(tokens, ram_tokens=cached, computed_tokens=computed, prefill_ms=1)
+            reporter.ended(asked, stats)
+        return reporter.report().backlog_ms / (1000 * token_ms)
+
+    assert end(2000, computed=50) == pytest.approx(0.1)
+    assert end(1, computed=10, tokens=10) < 0.11  # short ones say little
+    assert end(40, computed=500) > 0.95  # other documents now: not a share of all since the start
+
+
 def test_who_never_had_a_slot_did_not_hold_it(engine: Engine) -> None:
     reporter = RoutingReporter(
         engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True
