@@ -46,18 +46,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a reader has followed a partition. The default is before everything."""
+    """How far a reader has followed a partition. The default is before everything.
+
+    Of the keys that were there already when it began, the ``left`` newest are still to be shown.
+    """
 
     incarnation: str = ""
     version: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened behind a reader's position. ``complete``: replaces all the reader knew."""
+    """What happened behind a reader's position, oldest first. ``fresh``: the reader begins anew
+    and forgets what it knew."""
 
     position: Position
-    complete: bool
+    fresh: bool
     changes: tuple[Change, ...]
 
 
@@ -72,12 +77,21 @@ class DirectoryPartition:
     """The locations of one node's share of the keys. Used by one thread.
 
     Holds at most ``max_keys`` keys: the key announced first goes first, which costs a miss where
-    it would have been a hit. Remembers the last ``max_log`` changes for readers.
+    it would have been a hit. Remembers the last ``max_log`` changes for readers, and shows one that
+    begins the ``max_shown`` newest keys.
     """
 
-    def __init__(self, incarnation: str, *, max_keys: int = 500_000, max_log: int = 20_000) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        max_keys: int = 500_000,
+        max_log: int = 20_000,
+        max_shown: int = 100_000,
+    ) -> None:
         self._incarnation = incarnation
         self._max_keys = max_keys
+        self._max_shown = max_shown
         self._live: frozenset[str] = frozenset()
         self._streams: dict[str, _Stream] = {}
         self._shards: dict[bytes, tuple[str, ...]] = {}
@@ -118,19 +132,25 @@ class DirectoryPartition:
     def changes(self, since: Position, limit: int) -> Changes:
         """At most ``limit`` changes behind ``since``.
 
-        A reader too far behind, or of an earlier incarnation, gets the ``limit`` newest keys as a
-        complete picture.
+        A reader too far behind, or of an earlier incarnation, begins anew: it is shown the keys
+        that are there, in several answers, each with what changed since the last.
         """
         behind = self._version - since.version
-        if since.incarnation != self._incarnation or not 0 <= behind <= len(self._log):
-            newest = itertools.islice(reversed(self._shards.items()), limit)
-            picture = tuple(Change(key, shards) for key, shards in newest)
-            return Changes(Position(self._incarnation, self._version), True, picture)
+        fresh = since.incarnation != self._incarnation or not 0 <= behind <= len(self._log)
+        if fresh:
+            left = min(len(self._shards), self._max_shown)
+            since, behind = Position(self._incarnation, self._version, left), 0
         start = len(self._log) - behind
-        keys = list(itertools.islice(self._log, start, start + limit))
-        position = Position(self._incarnation, since.version + len(keys))
-        current = tuple(Change(key, self._shards.get(key, ())) for key in dict.fromkeys(keys))
-        return Changes(position, False, current)
+        changed = list(itertools.islice(self._log, start, start + limit))
+        # A change may move those left by one: to begin too early shows some twice.
+        left = since.left + len(changed) if since.left else 0
+        room = limit - len(changed)
+        skipped = max(len(self._shards) - left, 0)
+        older = itertools.islice(self._shards, skipped, skipped + room)
+        keys = dict.fromkeys([*older, *changed])
+        current = tuple(Change(key, self._shards.get(key, ())) for key in keys)
+        position = Position(self._incarnation, since.version + len(changed), max(left - room, 0))
+        return Changes(position, fresh, current)
 
     def _apply(self, message: Announcement, stream: _Stream) -> None:
         for key in message.removed:
@@ -302,10 +322,8 @@ class DirectorySnapshot:
         """Take over what the partition on ``node`` answered; of a node that is gone, nothing."""
         if node not in self._live:
             return
-        rows = {} if changes.complete else self._tables.get(node, {})
-        # A complete picture lists the newest first; the table keeps the newest last.
-        ordered = reversed(changes.changes) if changes.complete else iter(changes.changes)
-        for change in ordered:
+        rows = {} if changes.fresh else self._tables.get(node, {})
+        for change in changes.changes:
             rows.pop(change.key, None)
             if change.shards:
                 rows[change.key] = change.shards

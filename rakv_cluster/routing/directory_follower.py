@@ -81,7 +81,7 @@ class DirectoryFollower:
                 continue
             with self._lock:
                 self._snapshot.apply(call.node, answer.value)
-            more |= not answer.value.complete and len(answer.value.changes) >= _BATCH_CHANGES
+            more |= answer.value.position.left > 0 or len(answer.value.changes) >= _BATCH_CHANGES
         return more
 
 

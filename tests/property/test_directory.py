@@ -104,7 +104,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if not answer_lost and message.shard in self.live:
             self.nodes[message.shard].announcer.answered(node, message, accepted=accepted)
 
-    @rule(name=nodes, limit=st.integers(1, 30))
+    @rule(name=nodes, limit=st.integers(1, 9))
     def follow(self, name: str, limit: int) -> None:
         """The reader catches up with one partition, a bounded step."""
         if name in self.live:
@@ -149,9 +149,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.settle()
 
     def catch_up(self, name: str) -> None:
+        """As far as bounded steps go on bringing something."""
         while True:
             since = self.snapshot.positions()[name]
-            changes = self.nodes[name].partition.changes(since, 100)
+            changes = self.nodes[name].partition.changes(since, 3)
             self.snapshot.apply(name, changes)
             if changes.position == since:
                 return
@@ -233,13 +234,34 @@ def test_a_gap_is_refused_and_a_repeated_message_is_not() -> None:
     assert set(partition.locate(KEYS)) == set(KEYS[:2])
 
 
-def test_a_reader_too_far_behind_gets_the_newest_keys_as_a_picture() -> None:
-    partition = DirectoryPartition("p", max_log=3)
+def test_a_reader_too_far_behind_is_shown_the_newest_keys_bit_by_bit() -> None:
+    partition = DirectoryPartition("p", max_log=3, max_shown=7)
     partition.set_live({"n0"})
     told(partition, *KEYS[:10])
-    changes = partition.changes(Position("p", 0), limit=4)
-    assert changes.complete
-    assert [change.key for change in changes.changes] == KEYS[9:5:-1]
+    shown, position = [], Position("p", 0)
+    for fresh in (True, False, False):
+        changes = partition.changes(position, limit=3)
+        assert changes.fresh == fresh
+        shown += [change.key for change in changes.changes]
+        position = changes.position
+    assert shown == KEYS[3:10]
+    assert partition.changes(position, limit=3).changes == ()
+
+
+def test_a_reader_that_begins_late_learns_all_whatever_changes_meanwhile() -> None:
+    partition = DirectoryPartition("p")
+    partition.set_live({"n0"})
+    told(partition, *KEYS[:16])
+    snapshot = DirectorySnapshot()
+    snapshot.set_nodes({"n0"})
+    for step in range(1, 8):
+        snapshot.apply("n0", partition.changes(snapshot.positions()["n0"], limit=6))
+        # One comes, and of those there already one goes: shown already or not.
+        gone = KEYS[(5 * step) % 16]
+        partition.announce(Announcement("n0", "s", step, (KEYS[15 + step],), (gone,)))
+    assert snapshot.positions()["n0"].left == 0
+    snapshot.apply("n0", partition.changes(snapshot.positions()["n0"], limit=6))
+    assert snapshot.locate(KEYS) == partition.locate(KEYS)
 
 
 def test_a_snapshot_keeps_the_newest_keys_within_its_bound() -> None:

@@ -72,6 +72,18 @@ def test_it_knows_what_was_announced_and_forgets_what_left(
     assert follower.holders(KEYS) == (("n2",),) * 3
 
 
+def test_one_that_begins_late_learns_more_than_an_answer_holds(
+    directory: Directory, follower: DirectoryFollower
+) -> None:
+    """Shards announce what is on their disks before an ingress starts."""
+    many = [hashlib.sha256(b"%d" % number).digest() for number in range(12_000)]
+    directory.announcer = Announcer("n2", "n2/1", batch_keys=len(many))
+    directory.announcer.set_nodes(NODES)
+    directory.announce(many)
+    follower.refresh()
+    assert len(follower.holders(many)) == len(many)
+
+
 @pytest.mark.parametrize("fault", [Failed(Failure.LATE), Answer("garbage"), Answer(None)])
 def test_a_partition_that_fails_leaves_its_part_as_it_was(
     directory: Directory, follower: DirectoryFollower, fault: Outcome
