@@ -19,6 +19,7 @@ from rakv_cluster.errors import (
     RequestRefused,
 )
 from rakv_cluster.model.card import ModelCard
+from rakv_cluster.serving.first_event import begun
 from rakv_cluster.telemetry import Figures, ServiceMetrics
 from rakv_cluster.types import FinishReason
 
@@ -91,12 +92,21 @@ class Failover:
     """
 
     def __init__(
-        self, backend: Backend, clock: Clock, metrics: ServiceMetrics, *, attempts: int = 2
+        self,
+        backend: Backend,
+        clock: Clock,
+        metrics: ServiceMetrics,
+        *,
+        attempts: int = 2,
+        grace_s: float = 1.0,
     ) -> None:
+        """``grace_s`` is how much later than a request's own time it ends where no replica says so:
+        because none has taken it, or one hangs."""
         self._backend = backend
         self._clock = clock
         self._metrics = metrics
         self._attempts = attempts
+        self._grace_s = grace_s
         self._poison = PoisonList(clock)
 
     async def describe(self) -> ModelCard:
@@ -113,7 +123,7 @@ class Failover:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """As the backend does, but raises :class:`RequestRefused` where replica after replica was
-        lost."""
+        lost, and :class:`DeadlineExceeded` where none begins to answer in the request's time."""
         self._poison.check(request)
         deadline_s = self._clock.monotonic_s() + request.timeout_s
         sent, blended, deaths = list(request.forced_ids), False, 0
@@ -137,7 +147,8 @@ class Failover:
                 part = replace(part, request_id=f"{request.request_id}-retry{attempt}")
             here, last = False, attempt + 1 == self._attempts
             try:
-                async with aclosing(self._backend.generate(part)) as events:
+                attempt_events = begun(self._backend.generate(part), remaining_s + self._grace_s)
+                async with aclosing(attempt_events) as events:
                     async for event in events:
                         if event.finish is FinishReason.NO_MEMORY and not last:
                             break  # another replica may have some, or the same one again

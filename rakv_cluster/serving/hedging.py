@@ -9,15 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rakv_cluster.engine.request import EngineEvent
-
-Events: TypeAlias = AsyncGenerator[EngineEvent, None]
+from rakv_cluster.serving.first_event import Call, Events, end, start
 
 _WINDOW = 256
 _LEAST = 32
@@ -55,12 +51,6 @@ class HedgePolicy:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    events: Events
-    first: asyncio.Task[EngineEvent]
-
-
 async def hedged(
     events: Events,
     after_s: float,
@@ -73,33 +63,26 @@ async def hedged(
     other is closed; ``won`` hears whether that was the second. A call that fails is out of the
     race; raises what the last one raised.
     """
-    calls = [_start(events)]
+    calls = [start(events)]
     try:
         done, _ = await asyncio.wait([calls[0].first], timeout=after_s)
         if not done:
-            calls += [_start(each) for each in again()]
+            calls += [start(each) for each in again()]
         winner = await _fastest(calls)
         if len(calls) > 1:
             won(winner is calls[1])
         for call in calls:
             if call is not winner:
-                await _end(call)
+                await end(call)
         yield winner.first.result()
         async for event in winner.events:
             yield event
     finally:
         for call in calls:
-            await _end(call)
+            await end(call)
 
 
-def _start(events: Events) -> _Call:
-    async def first() -> EngineEvent:
-        return await anext(events)
-
-    return _Call(events, asyncio.create_task(first()))
-
-
-async def _fastest(calls: Sequence[_Call]) -> _Call:
+async def _fastest(calls: Sequence[Call]) -> Call:
     """The call whose first event is there first; the last to fail if all do."""
     running = list(calls)
     while True:
@@ -108,12 +91,3 @@ async def _fastest(calls: Sequence[_Call]) -> _Call:
             if len(running) == 1 or call.first.exception() is None:
                 return call
             running.remove(call)
-
-
-async def _end(call: _Call) -> None:
-    """Close a call, whatever it waits for."""
-    call.first.cancel()
-    await asyncio.wait([call.first])
-    if not call.first.cancelled():
-        call.first.exception()  # or asyncio would say that nobody looked at it
-    await call.events.aclose()

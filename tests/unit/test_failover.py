@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -239,6 +240,30 @@ async def test_one_death_and_one_lack_of_memory_do_not_make_a_request_dangerous(
 
     assert len(replicas.seen) == 2
     assert tuple(await collect(failover, request_of())) == TEXT
+
+
+@pytest.mark.parametrize("deaths", [0, 1])
+async def test_no_one_waits_longer_for_a_replica_than_the_request_has_time(deaths: int) -> None:
+    """There is none, or the one that died takes long to come back, or one hangs."""
+
+    class Gone(DyingReplicas):
+        waiting = 0
+
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+            if len(self.seen) < deaths:
+                async for event in super().generate(request):
+                    yield event
+            self.waiting += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting -= 1
+
+    replicas = Gone([3])
+    failover = Failover(replicas, replicas.clock, ServiceMetrics(), grace_s=0.0)
+    with pytest.raises(DeadlineExceeded):
+        await collect(failover, replace(request_of(), timeout_s=0.05))
+    assert replicas.waiting == 0
 
 
 async def test_other_errors_are_not_retried() -> None:

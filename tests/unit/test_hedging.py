@@ -11,7 +11,8 @@ import pytest
 
 from rakv_cluster.engine.request import EngineEvent
 from rakv_cluster.errors import ReplicaLost
-from rakv_cluster.serving.hedging import Events, HedgePolicy, hedged
+from rakv_cluster.serving.first_event import Events
+from rakv_cluster.serving.hedging import HedgePolicy, hedged
 
 AT_ONCE_S = 0.0
 
