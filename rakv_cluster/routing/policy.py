@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -103,9 +103,12 @@ class RoutePolicy:
         age_s = self._clock.wall_s() - report.at_s
         self.view.report(replica, report, age_s, self.now_s)
 
-    def decide(self, request: RouteRequest, candidates: Collection[str] = ()) -> Decision:
+    def decide(
+        self, request: RouteRequest, candidates: Collection[str] = (), *, exploring: bool = True
+    ) -> Decision:
         """Choose among ``candidates`` (all replicas if empty); changes nothing but the generator.
 
+        Not ``exploring``, it tells what it would choose but for that.
         Raises ``LookupError`` if no candidate is a known replica, ``FloatingPointError`` if none
         has a finite expectation.
         """
@@ -119,7 +122,10 @@ class RoutePolicy:
         reached = depth(reach)
         others = self.demand.of(keys[reached - 1]) if reached else 0
         scores = score(work, reach[:, :reached], fleet, crowding=crowding(fleet, others))
-        choice = choose(scores, indices, self._settings.choice, self._rng)
+        settings = self._settings.choice
+        if not exploring:
+            settings = replace(settings, exploration=0.0)
+        choice = choose(scores, indices, settings, self._rng)
         order = tuple(view.ids[index] for index in choice.order)
         return Decision(order, choice.reason, view.ids, scores)
 

@@ -194,7 +194,9 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         self._settle()
         by_name = {_name(each.replica_id): each for each in candidates}
         asked = route_request(request, ticket)
-        decision = self._policy.decide(asked, by_name.keys() - ticket.avoid or by_name)
+        decision = self._policy.decide(
+            asked, by_name.keys() - ticket.avoid or by_name, exploring=not ticket.trial
+        )
         ticket.scored(decision)
         if not ticket.trial:
             best = decision.order[0]

@@ -69,12 +69,13 @@ async def hedged(
         if not done:
             calls += [start(each) for each in again()]
         winner = await _fastest(calls)
+        first = winner.first.result()
         if len(calls) > 1:
             won(winner is calls[1])
         for call in calls:
             if call is not winner:
                 await end(call)
-        yield winner.first.result()
+        yield first
         async for event in winner.events:
             yield event
     finally:

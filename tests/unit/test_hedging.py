@@ -122,6 +122,27 @@ def test_one_that_dies_is_out_of_the_race() -> None:
     assert (replicas.calls, replicas.open, replicas.won) == (2, 0, [True])
 
 
+def test_nobody_wins_a_race_that_both_die_in() -> None:
+    async def run() -> None:
+        go = asyncio.Event()
+
+        async def first() -> None:
+            await go.wait()
+            await lost()
+
+        async def second() -> None:
+            go.set()
+            await lost()
+
+        replicas.plans = [first, second]
+        with pytest.raises(ReplicaLost):
+            await tokens(replicas.race())
+
+    replicas = Replicas([])
+    asyncio.run(run())
+    assert (replicas.calls, replicas.open, replicas.won) == (2, 0, [])
+
+
 @pytest.mark.parametrize("plans", [[lost, at_once], [lost, lost]])
 def test_a_death_before_the_hedge_is_failovers_business(
     plans: Sequence[Callable[[], Awaitable[None]]],

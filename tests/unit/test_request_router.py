@@ -78,11 +78,11 @@ def pending(*args: Any) -> Any:
 class Router:
     """An :class:`ExpectedTimeRouter` whose replicas are fakes."""
 
-    def __init__(self, replicas: list[FakeReplica]) -> None:
+    def __init__(self, replicas: list[FakeReplica], exploration: float = 0.0) -> None:
         self.replicas = replicas
         # Without the base's constructor, which wants a running Serve application.
         self.subject = ExpectedTimeRouter.__new__(ExpectedTimeRouter)
-        self.subject.initialize_state(exploration=0.0)
+        self.subject.initialize_state(exploration=exploration)
         self.hear()
 
     def hear(self) -> None:
@@ -192,6 +192,18 @@ def test_a_trial_books_nothing(router: Router) -> None:
     router.ranks(pending(engine_request(), ticket))
     assert ticket.reason == "fastest"
     assert router.open_requests() == [0.0, 0.0, 0.0]
+
+
+def test_a_trial_tells_where_requests_go_not_where_one_in_a_hundred_does() -> None:
+    hot = encode_hot_set([key_of("d", number) for number in range(3)])
+    router = Router([FakeReplica("a", stats()), FakeReplica("b", stats(hot=hot))], exploration=1.0)
+    for _ in range(20):
+        ticket = RouteTicket(trial=True)
+        assert router.ranks(pending(engine_request(), ticket))[0] == ["b"]
+        assert ticket.reason == "fastest"
+    ticket = RouteTicket()
+    router.ranks(pending(engine_request(reuse=ReuseMode.OFF), ticket))
+    assert ticket.reason == "explored"
 
 
 def test_other_calls_go_to_one_of_two(router: Router) -> None:
