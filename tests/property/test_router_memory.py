@@ -14,7 +14,8 @@ from rakv_cluster.testing.clock import ManualClock
 
 PREFIXES = 1_000_000
 CHUNKS = 250
-GROWTH_LIMIT = 1 << 20
+WARM_UP = 1000  # requests: all that is bounded is full then
+GROWTH_LIMIT = 1 << 18
 
 
 def policy(clock: ManualClock) -> RoutePolicy:
@@ -42,7 +43,7 @@ def route(router: RoutePolicy, clock: ManualClock, number: int) -> None:
         prompt_tokens=CHUNKS * 64 + 1,
         output_tokens=10.0,
         kind=f"kind {number}",
-        holders=tuple((f"n{number % 7}", f"n{chunk % 5}") for chunk in range(CHUNKS)),
+        holders=tuple((f"n{number}", f"n{chunk % 11}") for chunk in range(CHUNKS)),
     )
     decision = router.decide(request)
     router.book(request, decision, decision.order[0])
@@ -53,16 +54,14 @@ def test_a_million_prefixes() -> None:
     clock = ManualClock()
     router = policy(clock)
     numbers = itertools.count()
-    warm_up, rest = 400, PREFIXES // CHUNKS - 400
-    for _ in range(warm_up):
-        route(router, clock, next(numbers))
     tracemalloc.start()
-    for _ in range(100):
+    for _ in range(WARM_UP):
         route(router, clock, next(numbers))
-    before, _ = tracemalloc.get_traced_memory()
-    for _ in range(rest - 100):
+    _, before = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    for _ in range(PREFIXES // CHUNKS - WARM_UP):
         route(router, clock, next(numbers))
-    after, _ = tracemalloc.get_traced_memory()
+    _, after = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
     assert router.view.locations.predictions <= LocationSettings().max_predictions

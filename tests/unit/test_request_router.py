@@ -160,16 +160,20 @@ def test_choices_of_one_request_end_one_by_one(router: Router) -> None:
         assert router.open_requests() == [0.0, left, 0.0]
 
 
-def test_who_leaves_before_a_replica_took_the_request_wants_nothing_any_more(
+def test_nothing_is_left_of_requests_that_ended_or_left_before_a_replica_took_them(
     router: Router,
 ) -> None:
     for number in range(100):
         ticket = RouteTicket()
-        router.ranks(pending(engine_request(f"q-{number}"), ticket))
+        asked = pending(engine_request(f"q-{number}"), ticket)
+        router.ranks(asked)
+        if number % 2:
+            router.routed(asked, "b")
         ticket.close()
     assert router.open_requests() == [0.0, 0.0, 0.0]
     assert router.wanting("d") == 0
-    assert not router.subject._booked
+    subject = router.subject
+    assert not any((subject._booked, subject._running, subject._over))
 
 
 @pytest.mark.parametrize("asked_again", [False, True])

@@ -188,6 +188,19 @@ def test_a_report_does_not_undo_what_was_sent_after_it_was_made() -> None:
     assert loads.open_requests(2.0)[0] == 2.0
 
 
+def test_a_report_that_was_long_on_its_way_does_not_undo_what_was_sent_meanwhile() -> None:
+    router = Router()
+    made_s = router.clock.wall_s()
+    router.clock.advance(0.5)
+    replica = router.route(request())
+    router.clock.advance(0.5)
+    router.policy.hear(replica, report(at_s=made_s))
+    open_requests = router.policy.view.loads.open_requests(router.clock.monotonic_s())
+    assert open_requests[router.policy.view.index[replica]] == 1.0
+    router.policy.hear(replica, report(at_s=router.clock.wall_s()))
+    assert not router.policy.view.loads.open_requests(router.clock.monotonic_s()).any()
+
+
 @pytest.mark.parametrize("age_s", [math.nan, 1e9, math.inf])
 def test_a_report_from_a_wrong_clock_counts_as_old_but_no_older(age_s: float) -> None:
     loads = Loads(1, LoadSettings(max_report_age_s=1.0), 0.0)
