@@ -56,6 +56,14 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
+class Birth:
+    """A replica joins at ``at_ms``, with nothing in RAM; its node was there before."""
+
+    at_ms: float
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlowDisk:
     """From ``at_ms`` on, a node's disk takes ``factor`` times as long."""
 
@@ -69,8 +77,8 @@ class ClusterSettings:
     """``hardware`` is repeated until there are ``replicas``.
 
     Every ``report_period_s`` a replica with news reports; each ingress hears it after up to
-    ``report_delay_s`` or, with chance ``report_loss``, never. A death is known to the ingresses
-    after ``detect_s``; until then a call to the dead replica fails after ``failure_ms``.
+    ``report_delay_s`` or, with chance ``report_loss``, never. A death or birth is known to the
+    ingresses after ``detect_s``; until then a call to a dead replica fails after ``failure_ms``.
     ``speculation_reported`` false makes replicas report what a token costs without drafts.
     """
 
@@ -86,6 +94,7 @@ class ClusterSettings:
     failure_ms: float = 20.0
     speculation_reported: bool = True
     deaths: tuple[Death, ...] = ()
+    births: tuple[Birth, ...] = ()
     slow_disks: tuple[SlowDisk, ...] = ()
     route: RouteSettings = field(default_factory=RouteSettings)
 
@@ -147,6 +156,8 @@ class SimulatedCluster:
         disks = [hardware[n * per_node % len(hardware)].disk_tokens for n in range(nodes)]
         self.store = SimulatedStore(disks)
         self.workers = [self._worker(number) for number in range(settings.replicas)]
+        for birth in settings.births:
+            self.workers[birth.worker].alive = False
         self._by_name = {worker.name: worker for worker in self.workers}
         self.ingresses = [
             Ingress(settings.route, self._clock, np.random.default_rng((seed, number)))
@@ -209,6 +220,8 @@ class SimulatedCluster:
         self._every(settings.directory_period_s, self._exchange, settings.directory_period_s)
         for death in settings.deaths:
             self._after(death.at_ms, partial(self._die, self.workers[death.worker]))
+        for birth in settings.births:
+            self._after(birth.at_ms, partial(self._join, self.workers[birth.worker]))
         for slow in settings.slow_disks:
             self._after(slow.at_ms, partial(self.store.slow_down, slow.node, slow.factor))
 
@@ -323,6 +336,10 @@ class SimulatedCluster:
             self._retry(job.request.request_id, worker.name)
         if not any(other.alive and other.node is worker.node for other in self.workers):
             self.store.remove(worker.node.name)
+        self._after(self.settings.detect_s * 1e3, self._tell_members)
+
+    def _join(self, worker: SimulatedWorker) -> None:
+        worker.alive = True
         self._after(self.settings.detect_s * 1e3, self._tell_members)
 
     def _tell_members(self) -> None:

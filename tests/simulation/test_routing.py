@@ -12,6 +12,7 @@ from rakv_cluster.routing.policy import RoutePolicy, RouteRequest
 from rakv_cluster.routing.score import MAX_CROWDING
 from rakv_cluster.speculation.cost_model import StepCosts
 from rakv_cluster.testing.simulated_cluster import (
+    Birth,
     ClusterSettings,
     Death,
     Outcome,
@@ -153,6 +154,22 @@ def test_a_death_loses_no_request() -> None:
     assert any(outcome.attempts > 1 for outcome in outcomes)
     late = [o.worker for o in outcomes if o.arrived_ms > 22_000]
     assert not {f"w{index}" for index in range(4)} & set(late)
+
+
+@pytest.mark.parametrize(("delay_s", "loss"), [(1.1, 0.0), (10.0, 0.0), (1.1, 1.0)])
+def test_a_replica_that_joins_takes_work_within_five_seconds(delay_s: float, loss: float) -> None:
+    """And goes on to, though all documents are elsewhere."""
+    settings = ClusterSettings(
+        hardware=(SLOW_STORE,), births=(Birth(at_ms=15_000, worker=7),), ingresses=2,
+        report_delay_s=delay_s, report_loss=loss,
+    )  # fmt: skip
+    outcomes = run(settings)
+    assert answered_once(outcomes)
+    known_ms = 15_000 + 1e3 * settings.detect_s
+    taken = [outcome.arrived_ms for outcome in outcomes if outcome.worker == "w7"]
+    assert known_ms <= min(taken) < known_ms + 5_000
+    late = Counter(outcome.worker for outcome in outcomes if outcome.arrived_ms > 20_000)
+    assert late["w7"] > late.total() / 8 / 4
 
 
 @pytest.mark.parametrize(("delay_s", "loss"), [(10.0, 0.0), (1.1, 0.5), (1.1, 1.0)])
