@@ -18,27 +18,33 @@ if TYPE_CHECKING:
 
 BACKLOG_MS = "backlog_ms"
 OCCUPANCY = "occupancy"
+BUSY_SHARE = "busy_share"
 
 _FULL = 0.8
-"""Open requests per slot from which on a replica counts as full: decoding leaves no backlog."""
+"""Open requests per slot, or share of its time, from which on a replica counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """``backlog_ms`` of uncomputed prompts; ``occupancy``: open requests over slots."""
+    """``backlog_ms`` of uncomputed prompts; ``occupancy``: open requests over slots, for decoding
+    leaves no backlog; ``busy_share`` of its time of late that prompts took, for replicas that keep
+    up leave none either."""
 
     backlog_ms: float
     occupancy: float
+    busy_share: float
 
 
 def wanted_replicas(loads: Sequence[ReplicaLoad], *, target_backlog_ms: float) -> float:
-    """Replicas over which the work would leave each ``target_backlog_ms``, and none full.
+    """Replicas over which the work would leave each ``target_backlog_ms``, and none full (of open
+    requests, or of prompts to compute).
 
     What is not a finite number above 0 counts as 0: an absurd report must not start replicas.
     """
     backlog = sum(_believed(load.backlog_ms) for load in loads)
     occupied = sum(_believed(load.occupancy) for load in loads)
-    return max(backlog / target_backlog_ms, occupied / _FULL)
+    busy = sum(min(_believed(load.busy_share), 1.0) for load in loads)
+    return max(backlog / target_backlog_ms, occupied / _FULL, busy / _FULL)
 
 
 class BacklogPolicy:
@@ -59,8 +65,12 @@ class BacklogPolicy:
 
 
 def _loads(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaLoad]:
-    backlogs, occupancies = metrics.get(BACKLOG_MS, {}), metrics.get(OCCUPANCY, {})
-    return [ReplicaLoad(backlogs[each], occupancies.get(each, 0.0)) for each in backlogs]
+    backlogs = metrics.get(BACKLOG_MS, {})
+    occupancies, busy_shares = metrics.get(OCCUPANCY, {}), metrics.get(BUSY_SHARE, {})
+    return [
+        ReplicaLoad(backlogs[each], occupancies.get(each, 0.0), busy_shares.get(each, 0.0))
+        for each in backlogs
+    ]
 
 
 def _believed(value: float) -> float:

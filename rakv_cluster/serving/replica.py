@@ -125,6 +125,7 @@ class Replica:
             token_bytes=model.runner.layout.bytes_per_token,
             newest_keys=newest_keys,
             price_loads=settings.price_loads,
+            clock=clock,
         )
         self._engine.start()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from rakv_cluster.clock import Clock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
 from rakv_cluster.reuse.costs import LOAD_FIXED_MS, CostView
@@ -20,6 +22,8 @@ _PACE_GAIN = 0.2
 _HOLD_GAIN = 0.1
 _SHARE_GAIN = 0.1
 _LEAST_TOKENS = 8
+_BUSY_OVER_S = 60.0
+"""Work that ended counts as of late for so long, by a factor of e."""
 
 
 class Paces:
@@ -60,8 +64,10 @@ class RoutingReporter:
         token_bytes: int,
         newest_keys: Callable[[int], Sequence[bytes]],
         price_loads: bool,
+        clock: Clock,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._slots = slots
         self._token_mb = token_bytes / 1e6
         # What the planner does not price costs the router nothing either.
@@ -72,6 +78,8 @@ class RoutingReporter:
         # Of the prompts that ended last, older ones ever less.
         self._prompt_tokens = 0.0
         self._computed_tokens = 0.0
+        self._late_ms = 0.0
+        self._late_at_s = clock.monotonic_s()
 
     def ended(self, request: EngineRequest, stats: RequestStats) -> None:
         """Learn from a request that ended, if it began."""
@@ -81,14 +89,26 @@ class RoutingReporter:
         self._hold_ms += _HOLD_GAIN * (held_ms - self._hold_ms)
         self._prompt_tokens += stats.prompt_tokens - _SHARE_GAIN * self._prompt_tokens
         self._computed_tokens += stats.computed_tokens - _SHARE_GAIN * self._computed_tokens
-        batch = self._engine.stats().running
-        self._paces.observe(work_kind(request), stats, self._engine.costs(), batch)
+        costs = self._engine.costs()
+        cached = stats.prompt_tokens - stats.computed_tokens
+        self._age_work()
+        # Loading is done beside the steps and takes none of their time.
+        work_ms = costs.prefill_ms(cached, stats.prompt_tokens)
+        self._late_ms = min(self._late_ms + work_ms, 1e3 * _BUSY_OVER_S)
+        self._paces.observe(work_kind(request), stats, costs, self._engine.stats().running)
 
     def load(self) -> ReplicaLoad:
         """As of now, without the rest of a report: what is in RAM takes a filter to make."""
         stats = self._engine.stats()
         backlog_ms = self._backlog_ms(self._engine.costs())
-        return ReplicaLoad(backlog_ms, (stats.running + stats.waiting) / self._slots)
+        self._age_work()
+        busy_share = self._late_ms / 1e3 / _BUSY_OVER_S
+        return ReplicaLoad(backlog_ms, (stats.running + stats.waiting) / self._slots, busy_share)
+
+    def _age_work(self) -> None:
+        now_s = self._clock.monotonic_s()
+        self._late_ms *= math.exp((self._late_at_s - now_s) / _BUSY_OVER_S)
+        self._late_at_s = now_s
 
     def _backlog_ms(self, costs: CostView) -> float:
         # Part of what waits will be loaded, not computed: about the part that was of late.

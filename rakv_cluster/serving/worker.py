@@ -17,7 +17,7 @@ from rakv_cluster.logs import configure_logs
 from rakv_cluster.model.card import ModelCard
 from rakv_cluster.model.fetch import resolve
 from rakv_cluster.model.make_draft import known_agreement
-from rakv_cluster.routing.autoscaling import BACKLOG_MS, OCCUPANCY
+from rakv_cluster.routing.autoscaling import BACKLOG_MS, BUSY_SHARE, OCCUPANCY
 from rakv_cluster.routing.report import encode_report
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.replica import Replica, load_served_model
@@ -88,7 +88,11 @@ class Worker:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks before it asks how many replicas there should be."""
         load = self._replica.load()
-        return {BACKLOG_MS: load.backlog_ms, OCCUPANCY: load.occupancy}
+        return {
+            BACKLOG_MS: load.backlog_ms,
+            OCCUPANCY: load.occupancy,
+            BUSY_SHARE: load.busy_share,
+        }
 
     async def stats(self) -> dict[str, Figures]:
         """See :meth:`Replica.stats`."""

@@ -18,6 +18,7 @@ from rakv_cluster.model.loader import LoadedModel
 from rakv_cluster.reuse.costs import Costs
 from rakv_cluster.routing.report import MAX_PACES, decode_report, encode_report
 from rakv_cluster.serving.routing_report import Paces, RoutingReporter
+from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.engine import LIMITS, NAMESPACE, bare_engine, no_cuts
 from rakv_cluster.testing.fake_runner import FakeRunner
 from rakv_cluster.testing.service import LocalService, StartLocal
@@ -102,8 +103,9 @@ def test_what_waits_will_be_loaded_as_far_as_prompts_of_late_were(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter = RoutingReporter(
-        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True
-    )
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True,
+        clock=ManualClock(),
+    )  # fmt: skip
     asked = EngineRequest("r", chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS), 9)
     monkeypatch.setattr(engine, "uncomputed_tokens", lambda: 1000)
     token_ms = reporter.report().prefill_ms
@@ -121,10 +123,30 @@ def test_what_waits_will_be_loaded_as_far_as_prompts_of_late_were(
     assert end(40, computed=500) > 0.95  # other documents now: not a share of all since the start
 
 
+def test_a_replica_says_which_share_of_its_time_prompts_take(engine: Engine) -> None:
+    clock = ManualClock()
+    reporter = RoutingReporter(
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True, clock=clock
+    )
+    asked = EngineRequest("r", chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS), 9)
+    # 300 of 500 tokens computed, twice a second.
+    stats = RequestStats(500, ram_tokens=200, computed_tokens=300, prefill_ms=1, load_ms=1e6)
+    share = 2 * engine.costs().prefill_ms(200, 500) / 1e3
+    assert 0.1 < share < 1
+
+    for _ in range(1000):
+        clock.advance(0.5)
+        reporter.ended(asked, stats)
+    assert reporter.load().busy_share == pytest.approx(share, rel=0.02)
+    clock.advance(60.0)
+    assert reporter.load().busy_share == pytest.approx(share / math.e, rel=0.02)
+
+
 def test_who_never_had_a_slot_did_not_hold_it(engine: Engine) -> None:
     reporter = RoutingReporter(
-        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True
-    )
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True,
+        clock=ManualClock(),
+    )  # fmt: skip
     asked = EngineRequest("r", chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS), 9)
     reporter.ended(asked, RequestStats(prefill_ms=200.0, decode_ms=800.0))
     held_ms = reporter.report().hold_ms
