@@ -25,7 +25,7 @@ class EngineRequest:
     with them those that were verified in the same step. To show no part of it is the reader's
     business.
     ``forced_ids`` were already sent to the client by a replica that died: they are prefilled as
-    output, not emitted again.
+    output, not emitted again. ``after`` is the id under which that replica had the request.
     ``timeout_s`` counts from submission. ``top_logprobs`` < 0 means that none are wanted.
     ``blend`` counts under ``ReuseMode.BLEND`` only.
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
@@ -45,6 +45,7 @@ class EngineRequest:
     blend: BlendWish = BlendWish()  # noqa: RUF009  # frozen
     top_logprobs: int = -1
     forced_ids: tuple[int, ...] = ()
+    after: str = ""
     timeout_s: float = 600.0
     tenant: str = ""
     endpoint: str = ""

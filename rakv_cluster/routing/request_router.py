@@ -119,16 +119,20 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
         if not args or not isinstance(args[0], EngineRequest):
             return self._two_at_random(candidate_replicas)
         ticket = _ticket(args)
+        allowed = [
+            each for each in candidate_replicas if _name(each.replica_id) not in ticket.avoid
+        ]
+        allowed = allowed or candidate_replicas
         if not ticket.trial and (why := self._guard.resting()):
             ticket.fell_back(*why)
-            return self._two_at_random(candidate_replicas)
+            return self._two_at_random(allowed)
         try:
             return self._ranked(args[0], ticket, candidate_replicas)
         except Exception:  # whatever is wrong with the score, the request is routed
             log.exception("scoring failed; requests are routed without it for %.0f s", _REST_S)
             self._guard.failed()
             ticket.fell_back(Fallback.FAILED)
-            return self._two_at_random(candidate_replicas)
+            return self._two_at_random(allowed)
 
     def _get_pending_request_matching_metadata(
         self, request_metadata: Any = None

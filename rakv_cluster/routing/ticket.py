@@ -31,8 +31,8 @@ class RouteTicket:
     ``reason``, and the ``replica`` that took the request, once one has.
 
     ``output_tokens`` is the expected length of the answer, ``holders`` what the directory knows.
-    A ``trial`` is always scored, and not booked. Replicas to ``avoid`` are not chosen by the score
-    where there are others. Whoever makes the call closes its ticket when it is over.
+    A ``trial`` is always scored, and not booked. Replicas to ``avoid`` are not chosen where there
+    are others. Whoever makes the call closes its ticket when it is over.
     """
 
     output_tokens: float = 128.0
@@ -59,6 +59,12 @@ class RouteTicket:
         self._on_close.append(act)
         if self._closed:
             act()
+
+    @property
+    def went(self) -> frozenset[str]:
+        """The replica that has the request or, until one has, the one that was chosen for it."""
+        chosen = [self.replica] if self.replica else [each.order[0] for each in self.decided]
+        return frozenset(chosen)
 
     def scored(self, decision: Decision) -> None:
         """The score decided."""

@@ -126,7 +126,7 @@ class Failover:
         lost, and :class:`DeadlineExceeded` where none begins to answer in the request's time."""
         self._poison.check(request)
         deadline_s = self._clock.monotonic_s() + request.timeout_s
-        sent, blended, deaths = list(request.forced_ids), False, 0
+        sent, blended, deaths, before = list(request.forced_ids), False, 0, ""
         for attempt in range(self._attempts):
             remaining_s = deadline_s - self._clock.monotonic_s()
             if remaining_s <= 0:
@@ -144,8 +144,9 @@ class Failover:
             part = replace(request, forced_ids=tuple(sent), timeout_s=remaining_s)
             if attempt:
                 # A replica that was only out of reach still knows the first by its id.
-                part = replace(part, request_id=f"{request.request_id}-retry{attempt}")
-            here, last = False, attempt + 1 == self._attempts
+                again = f"{request.request_id}-retry{attempt}"
+                part = replace(part, request_id=again, after=before)
+            before, here, last = part.request_id, False, attempt + 1 == self._attempts
             try:
                 attempt_events = begun(self._backend.generate(part), remaining_s + self._grace_s)
                 async with aclosing(attempt_events) as events:

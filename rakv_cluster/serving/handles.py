@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -29,12 +30,15 @@ from rakv_cluster.routing.policy import Decision
 from rakv_cluster.routing.ticket import RouteTicket
 from rakv_cluster.serving.hedging import HedgePolicy, hedged
 from rakv_cluster.telemetry import Figures, ServiceMetrics
+from rakv_cluster.types import FinishReason
 
 log = logging.getLogger(__name__)
 
 _FORGET_TIMEOUT_S = 10.0
 _STATS_TIMEOUT_S = 1.5
 """Less than those wait who want them all."""
+
+_MAX_FAILED = 1024
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class HandleBackend:
         self._metrics = metrics
         self._holders = holders
         self._lengths = lengths
+        self._failed_on: OrderedDict[str, frozenset[str]] = OrderedDict()
 
     async def describe(self) -> ModelCard:
         with translated():
@@ -113,27 +118,38 @@ class HandleBackend:
     async def _attempt(
         self, request: EngineRequest, ticket: RouteTicket
     ) -> AsyncGenerator[EngineEvent, None]:
-        with translated():
-            events = self._generate.remote(request, ticket)
-            try:
-                async for event in events:
-                    yield event
-            finally:
-                # No effect on a call that has ended.
-                events.cancel()
-                ticket.close()
-                if ticket.replica and ticket.reason:
-                    self._metrics.routed.labels(ticket.reason).inc()
+        try:
+            with translated():
+                events = self._generate.remote(request, ticket)
+                try:
+                    async for event in events:
+                        if event.finish is FinishReason.NO_MEMORY:
+                            self._remember(request, ticket)
+                        yield event
+                finally:
+                    # No effect on a call that has ended.
+                    events.cancel()
+                    ticket.close()
+                    if ticket.replica and ticket.reason:
+                        self._metrics.routed.labels(ticket.reason).inc()
+        except ReplicaLost:
+            self._remember(request, ticket)
+            raise
+
+    def _remember(self, request: EngineRequest, ticket: RouteTicket) -> None:
+        """Where a request failed: its next attempt, if it has one, goes elsewhere."""
+        self._failed_on[request.request_id] = ticket.went
+        while len(self._failed_on) > _MAX_FAILED:
+            self._failed_on.popitem(last=False)
 
     def _again(
         self, request: EngineRequest, ticket: RouteTicket
     ) -> Sequence[AsyncGenerator[EngineEvent, None]]:
         """A dispatch to another replica than the one that ``ticket`` led to, if there is one."""
-        decided = ticket.decided
-        if not any(len(each.ids) > 1 for each in decided) or not self._hedging.take():
+        if not any(len(each.ids) > 1 for each in ticket.decided) or not self._hedging.take():
             return ()
         other = self._ticket(request)
-        other.avoid = frozenset([ticket.replica or decided[0].order[0]])
+        other.avoid = ticket.avoid | ticket.went
         # Its replica may come to hold both, and knows requests by their ids.
         second = replace(request, request_id=f"{request.request_id}-hedge")
         return (self._attempt(second, other),)
@@ -161,7 +177,11 @@ class HandleBackend:
     def _ticket(self, request: EngineRequest) -> RouteTicket:
         keys = [chunk.prefix_key for chunk in request.prompt.chunks]
         expected = self._lengths.expected(request.endpoint, request.tenant, request.max_tokens)
-        return RouteTicket(output_tokens=expected, holders=self._holders(keys))
+        return RouteTicket(
+            output_tokens=expected,
+            holders=self._holders(keys),
+            avoid=self._failed_on.pop(request.after, frozenset()),
+        )
 
 
 async def in_time(calls: Sequence[Awaitable[T]], timeout_s: float) -> list[T]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
 from rakv_cluster.chunking.keys import tail_key
@@ -20,13 +21,14 @@ from rakv_cluster.errors import Overloaded
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import RoutePolicy, RouteSettings
 from rakv_cluster.routing.ticket import Fallback, RouteTicket, route_request
+from rakv_cluster.serving.backend import Failover
 from rakv_cluster.serving.handles import HandleBackend
 from rakv_cluster.serving.hedging import HedgePolicy
 from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
-from rakv_cluster.types import ChunkedPrompt
+from rakv_cluster.types import ChunkedPrompt, FinishReason
 
-Serves = Callable[[int, RouteTicket], Awaitable[None]]
+Serves = Callable[[int, RouteTicket], Awaitable[FinishReason | None]]
 PROMPT = ChunkedPrompt(bytes(32), (1, 2, 3), (), 0, tail_key(bytes(32), bytes(32)))
 REQUEST = EngineRequest("r", PROMPT, max_tokens=3)
 
@@ -50,8 +52,8 @@ class Handle:
     async def _events(
         self, call: int, request: EngineRequest, ticket: RouteTicket
     ) -> AsyncGenerator[EngineEvent, None]:
-        await self.serves(call, ticket)
-        yield EngineEvent(request.request_id, (call,))
+        finish = await self.serves(call, ticket)
+        yield EngineEvent(request.request_id, (call,), finish=finish)
 
 
 @dataclass
@@ -146,3 +148,26 @@ async def test_a_hedge_avoids_the_replica_that_took_the_first(took: str) -> None
     assert first.avoid == frozenset()
     assert second.avoid == {took}
     assert sorted(handle.over) == ["r", second_request.request_id]
+
+
+@pytest.mark.parametrize("fault", ["no memory", "lost", "lost before it took it"])
+async def test_the_next_attempt_goes_elsewhere(fault: str) -> None:
+    """Its KV is where it failed, so that the score alone would send it there again."""
+
+    async def serve(call: int, ticket: RouteTicket) -> FinishReason:
+        routed(ticket, "" if "before" in fault else "a")
+        if call == 2:
+            return FinishReason.LENGTH
+        if fault == "no memory":
+            return FinishReason.NO_MEMORY
+        raise ActorUnavailableError("out of reach", b"0" * 16)
+
+    handle, metrics = Handle(serve), ServiceMetrics()
+    subject = backend(handle, metrics, HedgePolicy(0.0))
+    events = Failover(subject, ManualClock(), metrics).generate(REQUEST)
+    assert [event.token_ids async for event in events] == [(2,)]
+    (_, first), (_, second) = handle.calls
+    assert first.avoid == frozenset()
+    assert second.avoid == first.went
+    assert len(second.avoid) == 1
+    assert not subject._failed_on

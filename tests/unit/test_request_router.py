@@ -231,6 +231,16 @@ def test_a_failing_score_is_not_a_failing_request(router: Router) -> None:
     assert trial.reason == "fastest"
 
 
+def test_a_replica_to_avoid_is_not_among_two_at_random(router: Router) -> None:
+    broken = engine_request()
+    object.__setattr__(broken, "prompt", None)
+    router.ranks(pending(broken, RouteTicket()))
+    ticket = RouteTicket(avoid=frozenset({"b"}))
+    for _ in range(10):
+        assert sorted(*router.ranks(pending(engine_request(), ticket))) == ["a", "c"]
+    assert ticket.reason == "score_failed"
+
+
 def test_no_candidate_is_no_choice(router: Router) -> None:
     asked = pending(engine_request(), RouteTicket())
     assert asyncio.run(router.subject.choose_replicas([], asked)) == []
