@@ -65,7 +65,9 @@ class HandleBackend:
         *,
         lengths: OutputLengths,
         holders: Callable[[Sequence[bytes]], Holders] = nowhere,
+        explain_timeout_s: float = 5.0,
     ) -> None:
+        self._explain_timeout_s = explain_timeout_s
         self._clock = clock
         self._hedging = hedging
         self._worker = worker
@@ -166,10 +168,15 @@ class HandleBackend:
         # From the handle that generates, so that it is the same router that is asked.
         ask = self._generate.options(method_name="route_only", stream=False)
         with translated():
-            await ask.remote(request, ticket)
+            asked = ask.remote(request, ticket)
+            try:
+                await asyncio.wait_for(asked, self._explain_timeout_s)
+            except asyncio.TimeoutError:
+                asked.cancel()  # the replica hangs: its router has decided all the same
         if not ticket.decided:
             raise Unavailable(
-                "requests are routed without a score (setting router), or it failed",
+                "requests are routed without a score (setting router), it failed, or no replica "
+                "is there",
                 retry_after_s=1.0,
             )
         return ticket.decided[0]

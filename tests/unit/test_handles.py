@@ -6,7 +6,7 @@ The handle itself runs in tests/integration/test_serve_cluster.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError
 
 from rakv_cluster.chunking.keys import tail_key
 from rakv_cluster.engine.request import EngineEvent, EngineRequest
-from rakv_cluster.errors import Overloaded
+from rakv_cluster.errors import Overloaded, Unavailable
 from rakv_cluster.routing.output_length import OutputLengths
 from rakv_cluster.routing.policy import RoutePolicy, RouteSettings
 from rakv_cluster.routing.ticket import Fallback, RouteTicket, route_request
@@ -65,13 +65,18 @@ class Call:
     def __aiter__(self) -> AsyncGenerator[EngineEvent, None]:
         return self.events
 
+    def __await__(self) -> Generator[Any, None, EngineEvent]:
+        return anext(self.events).__await__()
+
     def cancel(self) -> None:
         """The real one may be cancelled when it has ended."""
 
 
 def backend(handle: Handle, metrics: ServiceMetrics, hedging: HedgePolicy) -> HandleBackend:
     subject: Any = handle
-    return HandleBackend(subject, metrics, ManualClock(), hedging, lengths=OutputLengths())
+    return HandleBackend(
+        subject, metrics, ManualClock(), hedging, lengths=OutputLengths(), explain_timeout_s=0.05
+    )
 
 
 def routed(ticket: RouteTicket, replica: str) -> None:
@@ -171,3 +176,23 @@ async def test_the_next_attempt_goes_elsewhere(fault: str) -> None:
     assert second.avoid == first.went
     assert len(second.avoid) == 1
     assert not subject._failed_on
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_explanation_needs_no_answer_of_the_replica(hangs: bool) -> None:
+    async def serve(_: int, ticket: RouteTicket) -> None:
+        routed(ticket, "a")
+        if hangs:
+            await asyncio.Event().wait()
+
+    subject = backend(Handle(serve), ServiceMetrics(), HedgePolicy(0.0))
+    decision = await subject.explain(REQUEST)
+    assert set(decision.ids) == {"a", "b"}
+
+
+async def test_without_a_replica_there_is_no_explanation() -> None:
+    async def serve(_: int, ticket: RouteTicket) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Unavailable):
+        await backend(Handle(serve), ServiceMetrics(), HedgePolicy(0.0)).explain(REQUEST)
