@@ -36,12 +36,15 @@ class Paces:
     def __init__(self) -> None:
         self._ms: OrderedDict[str, float] = OrderedDict()
 
-    def observe(self, kind: str, stats: RequestStats, costs: CostView, batch: int) -> None:
-        """A request ended beside ``batch - 1`` others; one of a few tokens says too little."""
-        if stats.output_tokens < _LEAST_TOKENS or stats.decode_ms <= 0:
+    def observe(
+        self, kind: str, output_tokens: int, decode_ms: float, costs: CostView, batch: int
+    ) -> None:
+        """A request that had so many tokens of this replica, in ``decode_ms`` from the first on,
+        ended beside ``batch - 1`` others; one of a few tokens says too little."""
+        if output_tokens < _LEAST_TOKENS or decode_ms <= 0:
             return
         alone = costs.decode_ms(1) / costs.decode_ms(max(batch, 1))
-        ms = stats.decode_ms / (stats.output_tokens - 1) * min(alone, 1.0)
+        ms = decode_ms / (output_tokens - 1) * min(alone, 1.0)
         known = self._ms.get(kind, ms)
         self._ms[kind] = known + _PACE_GAIN * (ms - known)
         self._ms.move_to_end(kind)
@@ -95,7 +98,9 @@ class RoutingReporter:
         # Loading is done beside the steps and takes none of their time.
         work_ms = costs.prefill_ms(cached, stats.prompt_tokens)
         self._late_ms = min(self._late_ms + work_ms, 1e3 * _BUSY_OVER_S)
-        self._paces.observe(work_kind(request), stats, costs, self._engine.stats().running)
+        # The first tokens of an answer that began elsewhere took no time here.
+        tokens, batch = stats.output_tokens - len(request.forced_ids), self._engine.stats().running
+        self._paces.observe(work_kind(request), tokens, stats.decode_ms, costs, batch)
 
     def load(self) -> ReplicaLoad:
         """As of now, without the rest of a report: what is in RAM takes a filter to make."""

@@ -123,6 +123,17 @@ def test_what_waits_will_be_loaded_as_far_as_prompts_of_late_were(
     assert end(40, computed=500) > 0.95  # other documents now: not a share of all since the start
 
 
+def test_an_answer_that_began_elsewhere_teaches_the_pace_of_what_was_added(engine: Engine) -> None:
+    reporter = RoutingReporter(
+        engine, slots=4, token_bytes=1, newest_keys=lambda count: (), price_loads=True,
+        clock=ManualClock(),
+    )  # fmt: skip
+    prompt = chunk_prompt(NAMESPACE, [[1, 2]], no_cuts(64), LIMITS)
+    stats = RequestStats(2, computed_tokens=2, output_tokens=211, prefill_ms=1, decode_ms=100.0)
+    reporter.ended(EngineRequest("r", prompt, 211, forced_ids=(3,) * 200), stats)
+    assert list(reporter.report().pace.values()) == [pytest.approx(10.0)]
+
+
 def test_a_replica_says_which_share_of_its_time_prompts_take(engine: Engine) -> None:
     clock = ManualClock()
     reporter = RoutingReporter(
@@ -169,16 +180,15 @@ def test_pace_is_that_of_a_request_alone() -> None:
     for rows, ms in ((1, 10.0), (4, 20.0)):
         costs.observe_decode(rows, ms)
     paces = Paces()
-    paces.observe("alone", RequestStats(output_tokens=11, decode_ms=100.0), costs.view(0.0), 1)
-    paces.observe("batch", RequestStats(output_tokens=11, decode_ms=200.0), costs.view(0.0), 4)
-    paces.observe("short", RequestStats(output_tokens=2, decode_ms=500.0), costs.view(0.0), 1)
+    paces.observe("alone", 11, 100.0, costs.view(0.0), 1)
+    paces.observe("batch", 11, 200.0, costs.view(0.0), 4)
+    paces.observe("short", 2, 500.0, costs.view(0.0), 1)
     assert paces.by_kind() == {"alone": pytest.approx(10.0), "batch": pytest.approx(10.0)}
 
 
 def test_paces_are_bounded() -> None:
     costs, paces = Costs(step_tokens=512).view(0.0), Paces()
     for number in range(100):
-        stats = RequestStats(output_tokens=20, decode_ms=100.0)
-        paces.observe(f"kind{number}", stats, costs, 1)
+        paces.observe(f"kind{number}", 20, 100.0, costs, 1)
     assert len(paces.by_kind()) == MAX_PACES
     assert "kind99" in paces.by_kind()
