@@ -23,24 +23,36 @@ _COUNTED_METHOD = "POST"
 class Access:
     """ASGI middleware: finds the caller, keeps the tenant's limits, up to the response's end.
 
+    ``ids_echoed``: a proxy in front gives every request an id and sends it back itself, as Ray
+    Serve's does.
+
     A middleware of its own instead of FastAPI's dependencies: those are left before a streamed
     response has been sent.
     """
 
     def __init__(
-        self, app: ASGIApp, *, gate: Gate, error_response: Callable[[RakvError], Response]
+        self,
+        app: ASGIApp,
+        *,
+        gate: Gate,
+        error_response: Callable[[RakvError], Response],
+        ids_echoed: bool,
     ) -> None:
         self._app = app
         self._gate = gate
         self._error_response = error_response
+        self._ids_echoed = ids_echoed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; only HTTP ones are guarded, there are no others here."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        request_id = begin_request(Headers(scope=scope).get(HEADER, ""))
-        send = _with_header(send, HEADER, request_id)
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = begin_request(given)
+        # A second header of the same value would reach clients as "ID, ID".
+        if not (self._ids_echoed and request_id == given):
+            send = _with_header(send, HEADER, request_id)
         try:
             caller = await self._gate.authenticate(
                 bearer(Headers(scope=scope).get("authorization", ""))

@@ -61,15 +61,19 @@ _INTERNAL = RakvError("internal error; the server's log says more")
 _PROBE_TIMEOUT_S = 2.0
 
 
-def create_app(service: Service, metrics: telemetry.ServiceMetrics) -> FastAPI:
-    """The ASGI application of one ingress process."""
+def create_app(
+    service: Service, metrics: telemetry.ServiceMetrics, *, ids_echoed: bool = False
+) -> FastAPI:
+    """The ASGI application of one ingress process; ``ids_echoed`` as in :class:`Access`."""
     app = FastAPI(
         title="rakv-cluster", version=rakv_cluster.__version__, docs_url=None, responses=ERRORS
     )
     started = int(service.clock.wall_s())
     model = openai_format.model_body(service.model_name, started, service.card.context_tokens)
     _handle_errors(app)
-    app.add_middleware(Access, gate=service.gate, error_response=error_response)
+    app.add_middleware(
+        Access, gate=service.gate, error_response=error_response, ids_echoed=ids_echoed
+    )
 
     @app.post(
         "/v1/chat/completions",

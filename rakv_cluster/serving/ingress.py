@@ -102,7 +102,7 @@ class Ingress:
             await asyncio.to_thread(self._service.tracer.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app(self._service, self._metrics)
+        app = create_app(self._service, self._metrics, ids_echoed=True)  # by Serve's proxy
         add_route_explanation(app, self._service, self._replicas)
         add_cache_routes(app, self._cache, self._service.settings)
         add_document_routes(app, self._service, self._cache)

@@ -17,6 +17,8 @@ from rakv_cluster.cluster.admin import StoreAdmin
 from rakv_cluster.config import Settings
 from rakv_cluster.logs import HEADER, REQUEST_ID, JsonLines, begin_request, configure_logs, fields
 from rakv_cluster.rpc.v1 import generation_pb2 as generation
+from rakv_cluster.serving.http_app import create_app
+from rakv_cluster.telemetry import ServiceMetrics
 from rakv_cluster.testing.clock import ManualClock
 from rakv_cluster.testing.grpc_server import grpc_server
 from rakv_cluster.testing.scripted import ScriptedBackend, scripted_app, scripted_service
@@ -69,6 +71,19 @@ async def test_an_id_that_is_unfit_for_a_log_is_replaced(given: str) -> None:
 
     assert used not in {"", given}
     assert used == backend.requests[0].trace_id
+
+
+@pytest.mark.parametrize(("given", "says"), [("abc-1", False), ("a b", True)])
+async def test_behind_a_proxy_that_sends_ids_back_only_another_id_is_added(
+    given: str, says: bool
+) -> None:
+    service = scripted_service(ScriptedBackend(), Settings(), ManualClock())
+    app = create_app(service, ServiceMetrics(), ids_echoed=True)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        response = await http.get("/v1/models", headers={HEADER: given})
+
+    assert (HEADER in response.headers) is says
 
 
 async def test_a_defect_is_logged_with_its_traceback_and_without_the_prompt(

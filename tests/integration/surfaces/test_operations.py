@@ -202,6 +202,17 @@ def test_a_route_is_explained_and_nothing_generated(surface: Surface, root: Surf
     assert root.stats()["replica"]["engine_requests_total"] == before + 1
 
 
+def test_an_answer_over_http_names_its_id_once(cluster: Cluster) -> None:
+    # httpx, and with it OpenAI's client, joins headers of one name by commas.
+    headers = {"Authorization": f"Bearer {cluster.keys['alpha']}"}
+    with httpx.Client(base_url=cluster.url, headers=headers, timeout=60) as http:
+        given = http.get("/v1/models", headers={"x-request-id": "mine"})
+        made = http.get("/v1/models")
+
+    assert given.headers.get_list("x-request-id") == ["mine"]
+    assert len(made.headers.get_list("x-request-id")) == 1
+
+
 def test_one_id_runs_through_the_logs_of_all_processes(
     surface: Surface, cluster: Cluster, views: ExitStack
 ) -> None:
