@@ -24,7 +24,7 @@ from rakv_cluster.clock import SystemClock
 from rakv_cluster.engine.engine import Engine
 from rakv_cluster.engine.request import EngineRequest, RequestStats
 from rakv_cluster.engine.settings import EngineSettings
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.model.loader import LoadedModel
@@ -33,7 +33,6 @@ from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.blending import positions_to_compute
 from rakv_cluster.reuse.fidelity import FidelityPrompt, Ids
 from rakv_cluster.reuse.probing import probe_settings
-from rakv_cluster.reuse.selection import Positions
 from rakv_cluster.speculation.controller import ControllerSettings
 from rakv_cluster.speculation.cost_model import CostBuckets, CostTable
 from rakv_cluster.speculation.speculator import Speculator

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.sequence import Sequence
+from rakv_cluster.kv.buffer import no_positions
 from rakv_cluster.model.sampling import Choice
-from rakv_cluster.reuse.selection import no_positions
 from rakv_cluster.speculation.verification import Verdict
 
 

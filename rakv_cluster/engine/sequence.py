@@ -12,14 +12,14 @@ import numpy as np
 
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
 from rakv_cluster.engine.text import TextStream
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions, no_positions
 from rakv_cluster.model.drift import NO_DRIFT, Drift
 from rakv_cluster.model.sampling import TokenRule
 from rakv_cluster.model.step import Runner
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.assembly import LoadJob
 from rakv_cluster.reuse.blender import Blended
-from rakv_cluster.reuse.selection import Floats, Positions, no_positions, unknown
+from rakv_cluster.reuse.selection import Floats, unknown
 from rakv_cluster.speculation.seats import Speculation
 from rakv_cluster.types import Chunk, ChunkedPrompt, ReuseMode, Tier
 

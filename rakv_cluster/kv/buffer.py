@@ -6,9 +6,18 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rakv_cluster.kv.layout import KvLayout
+
+Positions = npt.NDArray[np.int64]
+"""Of a prompt's tokens, or figures that are counted in them: ``[n]``."""
+
+
+def no_positions() -> Positions:
+    """An empty array of them."""
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)

@@ -23,10 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions, no_positions
 from rakv_cluster.kv.rotary import KeyRotation, turn
-
-Positions = npt.NDArray[np.int64]
 
 REACH_TOKENS = 32.0
 """Distance at which a token's drift counts e times less than next to it."""
@@ -45,10 +43,6 @@ as far from them: the weights of the rest are below e to the minus 6th."""
 _NOT_REUSED = -1
 
 
-def _nowhere() -> Positions:
-    return np.empty(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Drift:
     """What is reused of a prompt, and what is computed, to tell which of it is repaired.
@@ -60,8 +54,8 @@ class Drift:
     """
 
     rotation: KeyRotation
-    runs: Positions = field(default_factory=_nowhere)
-    computed: Positions = field(default_factory=_nowhere)
+    runs: Positions = field(default_factory=no_positions)
+    computed: Positions = field(default_factory=no_positions)
 
     def between(self, first: int, last: int) -> Between:
         """What follows the repair of the computed positions from ``first`` to ``last``: those up to

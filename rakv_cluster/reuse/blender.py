@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rakv_cluster.chunking.openings import Openings
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions, no_positions
 from rakv_cluster.kv.layout import KvLayout, bits
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.drift import NO_DRIFT, Drift
@@ -30,7 +30,7 @@ from rakv_cluster.reuse.calibration import Calibration, Choice, refused
 from rakv_cluster.reuse.costs import CostView
 from rakv_cluster.reuse.planner import usable
 from rakv_cluster.reuse.probing import NO_PROBE, NOT_PROBED, Probe, ProbeSettings
-from rakv_cluster.reuse.selection import Positions, Selector, default_selector, no_positions
+from rakv_cluster.reuse.selection import Selector, default_selector
 from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.base import ChunkStore, LoadItem
 from rakv_cluster.types import BlendWish, ChunkedPrompt
@@ -61,7 +61,7 @@ class Blended:
     Of the reused positions ``kept`` are as they were loaded and ``repaired`` are among those to
     compute; ``first`` is the first of them all. ``expected_kl`` is -1 where it is not known. With a
     pending ``probe`` the positions left are its first pass; :meth:`settled` says what comes then.
-    ``probed``: that pass has run. What is kept follows the repair as ``drift`` says.
+    ``probed``: that pass has run. ``runs`` are those of :class:`Drift`, moved by ``rotation``.
     """
 
     to_compute: Positions = field(default_factory=no_positions)
@@ -72,7 +72,15 @@ class Blended:
     reason: str = ""
     probe: Probe = NO_PROBE
     probed: bool = False
-    drift: Drift = NO_DRIFT
+    rotation: KeyRotation = NO_DRIFT.rotation
+    runs: Positions = field(default_factory=no_positions)
+
+    @property
+    def drift(self) -> Drift:
+        """How what is kept follows the repair. A probe's first pass repairs nothing."""
+        if self.probe.pending:
+            return NO_DRIFT
+        return Drift(self.rotation, self.runs, self.to_compute)
 
     def settled(self) -> Blended:
         """After the probe's pass: the repair that it chose."""
@@ -81,8 +89,7 @@ class Blended:
         left = positions_to_compute(
             probe.reused.positions, repaired, covered=probe.covered, total=probe.total
         )
-        drift = replace(self.drift, computed=left)
-        return replace(self, to_compute=left, probe=NO_PROBE, probed=True, drift=drift)
+        return replace(self, to_compute=left, probe=NO_PROBE, probed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +179,20 @@ class Blender:
         reused = reused_positions(loads, sensitivity, importance)
         count = round(choice.fraction * len(reused.positions))
         repaired = self.support.selector(reused, count)
-        left = positions_to_compute(reused.positions, repaired, covered=covered, total=total)
-        drift = Drift(self.support.rotation, reused.runs, left)
         blended = Blended(
-            left,
+            positions_to_compute(reused.positions, repaired, covered=covered, total=total),
             first=loads[0].start,
             kept=len(reused.positions) - len(repaired),
             repaired=len(repaired),
             expected_kl=choice.expected_kl,
-            drift=drift,
+            rotation=self.support.rotation,
+            runs=reused.runs,
         )
         # With nothing or everything to repair there is nothing to find out.
         if not choice.probed or not blended.kept or not blended.repaired:
             return blended
         probe = Probe.of(self.support.probe, reused, count, covered=covered, total=total)
-        # The first pass repairs nothing: nothing follows it.
-        drift = replace(drift, computed=no_positions())
-        return replace(blended, to_compute=probe.first_pass(), probe=probe, drift=drift)
+        return replace(blended, to_compute=probe.first_pass(), probe=probe)
 
     def _chosen(self, wish: BlendWish, choices: Sequence[Choice], bill: Bill) -> Choice:
         """The cheapest. Of one forced fraction that is never the probed one, which is taken unless

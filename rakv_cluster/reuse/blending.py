@@ -14,9 +14,10 @@ import numpy as np
 
 from rakv_cluster.chunking.keys import content_key
 from rakv_cluster.chunking.openings import Openings
+from rakv_cluster.kv.buffer import Positions
 from rakv_cluster.reuse.calibration import Choice
 from rakv_cluster.reuse.costs import CostView
-from rakv_cluster.reuse.selection import Floats, Positions, Reused, unknown
+from rakv_cluster.reuse.selection import Floats, Reused, unknown
 from rakv_cluster.store.base import Found
 from rakv_cluster.types import ChunkedPrompt, Tier
 

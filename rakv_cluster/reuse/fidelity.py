@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions
 from rakv_cluster.kv.layout import bits, kv_dtype
 from rakv_cluster.kv.rotary import KeyRotation
 from rakv_cluster.model.drift import NO_DRIFT, Drift
@@ -21,7 +21,7 @@ from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.blending import positions_to_compute
 from rakv_cluster.reuse.probing import NOT_PROBED, Probe, ProbeSettings
-from rakv_cluster.reuse.selection import Floats, Positions, Reused, Selector, unknown
+from rakv_cluster.reuse.selection import Floats, Reused, Selector, unknown
 from rakv_cluster.reuse.sensitivity import sensitivity
 
 REFERENCE_TOKENS = 32

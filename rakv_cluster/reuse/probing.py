@@ -6,16 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from rakv_cluster.kv.buffer import Positions, no_positions
 from rakv_cluster.model.watch import UNWATCHED, AttentionWatch
 from rakv_cluster.reuse.blending import positions_to_compute
 from rakv_cluster.reuse.selection import (
     Floats,
-    Positions,
     Reused,
     Selector,
-    no_positions,
     nothing,
     probed_selector,
     unknown,
@@ -96,6 +93,6 @@ class Probe:
         return self.selector(self.attended(), self.count)
 
 
-_NONE = np.empty(0, dtype=np.int64)
-NO_PROBE = Probe(UNWATCHED, nothing, Reused(_NONE, _NONE, *[unknown(0)] * 4), 0, 0, 0)
+_NOTHING_REUSED = Reused(no_positions(), no_positions(), *[unknown(0)] * 4)
+NO_PROBE = Probe(UNWATCHED, nothing, _NOTHING_REUSED, 0, 0, 0)
 """Nothing to run."""

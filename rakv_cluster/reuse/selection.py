@@ -13,14 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rakv_cluster.kv.buffer import Positions
+
 Floats = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int64]
-
-
-def no_positions() -> Positions:
-    """An empty array of them."""
-    return np.empty(0, dtype=np.int64)
-
 
 _IMPORTANT_SHARE, _FIRST_SHARE = 0.5, 0.2
 """Of the default's count, if importance is known of all."""

@@ -274,11 +274,12 @@ def test_a_missing_or_failing_compiler_is_no_error(
         native.native_library.cache_clear()
 
 
-@pytest.mark.parametrize("count", [10, 70])
+@pytest.mark.parametrize(("count", "sizes"), [(10, {}), (70, {}), (10, {"head_dim": 288})])
 def test_what_follows_a_repair_is_as_in_the_fused_decoder(
-    runner: NativeLlamaRunner, count: int
+    count: int, sizes: dict[str, int]
 ) -> None:
-    """Of few rows, which are one call otherwise, and of many."""
+    """Of few rows, which are one call otherwise, of many, and of heads too long for the kernel."""
+    runner = native_runner(build(**sizes))
     fused = FusedLlamaRunner(runner.weights)
     half = runner.layout.head_dim // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from rakv_cluster.chunking.boundaries import ChunkLimits
 from rakv_cluster.engine.settings import EngineSettings
-from rakv_cluster.kv.buffer import KvBuffer
+from rakv_cluster.kv.buffer import KvBuffer, Positions, no_positions
 from rakv_cluster.model.rope import key_rotation
 from rakv_cluster.model.step import Runner, Span, Step
 from rakv_cluster.model.watch import AttentionWatch
 from rakv_cluster.reuse.blender import BlendSupport
 from rakv_cluster.reuse.probing import NOT_PROBED, ProbeSettings
-from rakv_cluster.reuse.selection import Positions, Reused, most_attended, no_positions
+from rakv_cluster.reuse.selection import Reused, most_attended
 from rakv_cluster.reuse.traits import Trait, known
 from rakv_cluster.store.memory import MemoryStore
 from rakv_cluster.testing.clock import ManualClock
