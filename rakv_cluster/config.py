@@ -379,5 +379,5 @@ def _unknown(name: str, source: str) -> str:
 def _config_error(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     name = str(first["loc"][0]) if first["loc"] else ""
-    where = f"'{name}' ({origin.get(name, 'default')}): " if name else ""
-    return ConfigError(f"setting {where}{first['msg']}", field=name or None)
+    where = f"setting '{name}' ({origin.get(name, 'default')})" if name else "settings"
+    return ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}", field=name or None)

@@ -104,8 +104,9 @@ def run(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; ask nothing.")] = False,
 ) -> None:
-    """Ask every prompt about every document (or about those it names), in the order that reuses
-    most; answers are written in the order of the input.
+    """Ask every prompt about every document, or about those it names.
+
+    Prompts go in the order that reuses most; answers are written in that of the input.
 
     Example: rakv batch run --docs manuals --prompts questions.txt --out answers.jsonl
     """
@@ -193,7 +194,7 @@ async def _ask_all(
 
 
 class _Progress:
-    """A bar with rows, tokens per second, share of reuse, and time left."""
+    """A bar with rows, rows per second, share of reuse, and time left."""
 
     def __init__(self, console: Console, total: int, done: int, clock: Clock) -> None:
         figures = TextColumn("{task.fields[figures]}")
@@ -204,7 +205,7 @@ class _Progress:
         self._task = self._bar.add_task("rows", total=total, completed=done, figures="")
         self._clock = clock
         self._started_s = clock.monotonic_s()
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._rows = self._prompt_tokens = self._cached_tokens = 0
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -215,15 +216,13 @@ class _Progress:
 
     def add(self, result: RowResult) -> None:
         """Count one finished row."""
+        self._rows += 1
         self._prompt_tokens += result.prompt_tokens
         self._cached_tokens += result.cached_tokens
-        self._output_tokens += result.output_tokens
         elapsed_s = max(self._clock.monotonic_s() - self._started_s, 1e-9)
-        rate = (self._prompt_tokens + self._output_tokens) / elapsed_s
         share = self._cached_tokens / max(self._prompt_tokens, 1)
-        self._bar.update(
-            self._task, advance=1, figures=f"{rate:.0f} tokens/s, {share:.0%} of prompts reused"
-        )
+        figures = f"{self._rows / elapsed_s:.2f} rows/s, {share:.0%} of prompts reused"
+        self._bar.update(self._task, advance=1, figures=figures)
 
 
 def _show_plan(console: Console, job: Job, planned: Plan, documents: DocumentSet) -> None:

@@ -18,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 KeyFile = Annotated[
     Path, typer.Option("--file", envvar="RAKV_API_KEYS_FILE", help="The file of keys.")
 ]
+Limit = Annotated[int | None, typer.Option(min=0, help="0: no limit.")]
 
 
 @app.command()
@@ -70,17 +71,21 @@ def limit(
     file: KeyFile,
     tenant: Annotated[str, typer.Argument(help="Whose limits.")],
     *,
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
-    concurrent: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    concurrent: Limit = None,
 ) -> None:
-    """Set what a tenant may use on each ingress."""
+    """Set what a tenant may use on each ingress; limits that are not named stay as they are."""
     table = read_table(file)
     if all(entry.tenant != tenant for entry in table.keys.values()):
         raise ConfigError(f"no key belongs to the tenant '{tenant}'", field="TENANT")
-    limits = TenantLimits(
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrent=concurrent,
-    )
+    given = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent": concurrent,
+    }
+    named = {name: amount for name, amount in given.items() if amount is not None}
+    if not named:
+        raise ConfigError("name a limit to set, such as --concurrent 4")
+    limits = TenantLimits(**{**table.limits(tenant).model_dump(), **named})
     write_table(file, replace(table, tenants={**table.tenants, tenant: limits}))

@@ -6,10 +6,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin
 
 import typer
+from pydantic import ByteSize
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -96,9 +98,10 @@ def settings(*, config: ConfigFile = None, extra: Extra = None) -> None:
     chosen = load_settings(_pairs(extra), file=config)
     table = Table("setting", "value", "meaning")
     for name, field in Settings.model_fields.items():
-        value = getattr(chosen, name)
-        shown = value.human_readable() if name.endswith("_bytes") else str(value)
-        table.add_row(name, shown, field.description or "")
+        meaning = field.description or ""
+        if choices := _choices(field.annotation):
+            meaning += f" ({' | '.join(choices)})"
+        table.add_row(name, _shown(getattr(chosen, name)), meaning)
     console = Console()
     console.print(table)
     console.print(
@@ -106,6 +109,24 @@ def settings(*, config: ConfigFile = None, extra: Extra = None) -> None:
         "the first wins.",
         highlight=False,
     )
+
+
+def _shown(value: object) -> str:
+    """A setting's value as it would be written."""
+    if isinstance(value, ByteSize):
+        return value.human_readable()
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value == Path() else str(value)
+
+
+def _choices(kind: object) -> list[str]:
+    """The words that a setting of this type may be, or nothing where it is not a choice."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return [str(word) for word in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 def run(chosen: Settings, console: Console) -> None:

@@ -111,8 +111,8 @@ def fetch(
     """:func:`fetch_model` for a catalog entry of one's own; ``convert`` writes the folder."""
     final = model_folder(model.name, cache_dir)
     final.parent.mkdir(parents=True, exist_ok=True)
-    progress(FetchProgress("wait", f"lock of {model.name}"))
-    with _locked(final.with_name(f".{model.name}.lock")):
+    waiting = FetchProgress("wait", f"another fetch of {model.name}")
+    with _locked(final.with_name(f".{model.name}.lock"), lambda: progress(waiting)):
         if not _is_finished(final, model):
             work = final.with_name(f".{model.name}.work")
             work.mkdir(exist_ok=True)
@@ -143,10 +143,14 @@ def _is_finished(folder: Path, model: FetchableModel) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that dies with the process."""
+def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock that dies with the process; ``on_wait`` if another one has it."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -127,8 +127,10 @@ def local_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"model {source!r} is no folder and cannot be fetched from the hub: {error}",
+            f"model {source!r} is no folder, no name that `rakv model list` shows, and cannot be "
+            f"fetched from the hub: {reason}",
             field="model",
         ) from error
 

@@ -164,7 +164,7 @@ class CacheApi:
     ) -> Drained:
         """Copy a node's hottest records to the others before it is removed; needs the admin scope.
 
-        Raises :class:`InvalidRequest` for a node that has no shard.
+        Raises :class:`InvalidRequest` for a node that has no shard or the only one.
         """
         caller.require_admin()
         if not 0 < deadline_s <= _LONGEST_DRAIN_S:
@@ -174,10 +174,11 @@ class CacheApi:
         if limit_bytes < 0:
             raise InvalidRequest("limit_bytes must not be negative", field="limit_bytes")
         members = await self._answered(self._admin.members)
-        if node not in members or len(members) < 2:
-            raise InvalidRequest(
-                f"node must be one of several with a shard: {members}", field="node"
-            )
+        if node not in members:
+            known = ", ".join(members)
+            raise InvalidRequest(f"no shard on node '{node}', only on {known}", field="node")
+        if len(members) < 2:
+            raise InvalidRequest("no other node has a shard to take its records", field="node")
         return await self._answered(
             lambda: self._admin.drain(node, limit_bytes=limit_bytes, deadline_s=deadline_s)
         )

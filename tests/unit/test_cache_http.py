@@ -156,6 +156,18 @@ async def test_a_drain_with_a_wrong_field_names_it(
     await assert_refused(await served.post("/v1/cache/drain", body), 400, field)
 
 
+async def test_a_drain_from_or_to_nowhere_says_so(served: Served) -> None:
+    alone = Served(Settings(), members=lambda: ("n1",))
+
+    unknown = await assert_refused(
+        await served.post("/v1/cache/drain", {"node": "n7"}), 400, "node"
+    )
+    nowhere = await assert_refused(await alone.post("/v1/cache/drain", {"node": "n1"}), 400, "node")
+
+    assert unknown == "no shard on node 'n7', only on n0, n1"
+    assert nowhere == "no other node has a shard to take its records"
+
+
 async def test_operations_need_the_admin_scope(tmp_path: Path) -> None:
     key, entry = new_key("alpha", admin=False)
     write_table(tmp_path / "keys", KeyTable({entry.id: entry}))

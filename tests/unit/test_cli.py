@@ -44,12 +44,29 @@ def test_settings_lists_every_setting_and_its_value(monkeypatch: pytest.MonkeyPa
     assert "3.0GiB" in result.output
 
 
+def test_settings_are_shown_as_they_would_be_written() -> None:
+    shown = {
+        name.strip(): (value.strip(), meaning)
+        for _, name, value, meaning, _ in (
+            line.split("│") for line in CLI.invoke(app, ["settings"]).output.splitlines()
+            if line.count("│") == 4
+        )
+    }  # fmt: skip
+
+    assert [shown[name][0] for name in ("default_reuse", "self_draft", "tls_key_file")] == [
+        "exact", "false", "",
+    ]  # fmt: skip
+    assert "(exact | reorder | blend | off)" in shown["default_reuse"][1]
+    assert "(tiered | memory | none)" in shown["store"][1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["serve", "--set", "prot=1"], "did you mean 'port'?"),
         (["serve", "--set", "port"], "write it as NAME=VALUE"),
         (["serve", "--port", "99999"], "'port' (flags)"),
+        (["serve", "--host", "0.0.0.0"], "error: settings: 0.0.0.0 can be reached"),
         (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml cannot be read"),
         (["serve", "--set", "cache_dir=/nowhere"], "rakv model fetch smollm2"),
         (["ask", "Why?", "--doc", "/nowhere.txt"], "document /nowhere.txt cannot be read"),

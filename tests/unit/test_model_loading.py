@@ -172,7 +172,7 @@ class TestFingerprint:
 
 class TestRefusals:
     def test_neither_folder_nor_id(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="no folder and cannot be fetched") as caught:
+        with pytest.raises(ConfigError, match="is no folder, no name that") as caught:
             load_model(str(tmp_path / "absent"))
         assert caught.value.field == "model"
 
