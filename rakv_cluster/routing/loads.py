@@ -89,20 +89,21 @@ class Loads:
         """
         longest_s = self._settings.max_report_age_s
         made_s = now_s - (longest_s if math.isnan(age_s) else min(max(age_s, 0.0), longest_s))
-        for request_id in list(self._of[replica]):
-            if self._bookings[request_id].at_s < made_s:
-                self._remove(request_id)
+        sent = [(each, self._bookings[each]) for each in self._of[replica]]
         self._reported_at_s[replica] = now_s
-        if open_requests > 0 or backlog_ms > 0 or self._of[replica]:
-            self._busy_at_s[replica] = now_s
         if not math.isnan(open_requests):
             self._reported_open[replica] = open_requests
+            for request_id, booking in sent:
+                if booking.at_s < made_s:
+                    self._remove(request_id)
+        if open_requests > 0 or backlog_ms > 0 or self._of[replica]:
+            self._busy_at_s[replica] = now_s
         if not math.isnan(backlog_ms):
             self._backlog_ms[replica] = backlog_ms
             self._backlog_at_s[replica] = made_s
-            for request_id in self._of[replica]:
-                booking = self._bookings[request_id]
-                self._queue_work(replica, booking.work_ms, booking.at_s)
+            for _, booking in sent:
+                if booking.at_s >= made_s:
+                    self._queue_work(replica, booking.work_ms, booking.at_s)
 
     def book(self, request_id: str, replica: int, work_ms: float, now_s: float) -> None:
         """A request goes to a replica; one that was booked elsewhere moves."""

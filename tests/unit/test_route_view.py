@@ -211,6 +211,19 @@ def test_a_report_from_a_wrong_clock_counts_as_old_but_no_older(age_s: float) ->
     assert loads.open_requests(2.0)[0] == 1.0
 
 
+def test_a_report_without_a_number_takes_nothing_away() -> None:
+    loads = Loads(1, LoadSettings(), 0.0)
+    loads.book("early", 0, 900.0, 0.0)
+    loads.report(0, math.nan, math.nan, age_s=0.0, now_s=0.5)
+    assert loads.open_requests(0.5)[0] == 1.0
+    assert loads.backlog_ms(0.5)[0] == 400.0
+    loads.report(0, 300.0, math.nan, age_s=0.0, now_s=0.5)
+    assert loads.open_requests(0.5)[0] == 1.0
+    assert loads.backlog_ms(0.5)[0] == 300.0
+    loads.report(0, math.nan, 0.0, age_s=0.0, now_s=0.5)
+    assert loads.open_requests(0.5)[0] == 0.0
+
+
 def test_backlog_is_worked_off_and_bookings_fade() -> None:
     loads = Loads(1, LoadSettings(booking_ttl_s=5.0), 0.0)
     loads.book("q", 0, 300.0, 0.0)
