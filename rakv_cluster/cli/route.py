@@ -69,6 +69,7 @@ def explanation_table(content: dict[str, Any]) -> Table:
         pad_edge=False,
         title=f"{content['prompt_tokens']} prompt tokens -> {content['chosen']} "
         f"({content['reason']})",
+        caption="in ms; fastest: the least of expected + crowding",
     )
     table.add_column("replica", no_wrap=True)
     for heading in _COLUMNS.values():

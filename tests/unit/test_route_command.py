@@ -55,6 +55,7 @@ def test_the_chosen_replica_comes_first(url: str, tmp_path: Path) -> None:
     code, output = explain(file, url)
     assert code == 0
     assert "99 prompt tokens -> replica2 (fastest)" in output
+    assert "the least of expected + crowding" in output
     rows = [line for line in output.splitlines() if line.strip().startswith("replica")][1:]
     assert "replica2" in rows[0]
     assert "77.5" in rows[1]
