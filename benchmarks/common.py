@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -96,11 +95,6 @@ def time_s(work: Callable[[], object], *, rounds: int, warm: int = 1) -> list[fl
         work()
         durations.append(time.perf_counter() - started)
     return durations
-
-
-def median_s(work: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
-    """Median wall seconds of one round."""
-    return statistics.median(time_s(work, rounds=rounds, warm=warm))
 
 
 def header(options: Options) -> dict[str, Any]:

@@ -233,7 +233,6 @@ class Settings(BaseModel):
     default_max_tokens: Count = Field(
         512, description="output limit of requests that state none (the context's rest if shorter)"
     )
-    start_timeout_s: Seconds = Field(600.0, description="longest time to load and become ready")
 
     @field_validator("api_keys_file", "tls_cert_file", "tls_key_file")
     @classmethod

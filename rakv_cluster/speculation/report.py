@@ -137,7 +137,6 @@ class ArmReport:
     cost_ratio: float
     break_even_acceptance: float
     tokens_per_step: float
-    tokens_per_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,6 @@ def arm_reports(costs: StepCosts, tally: HindsightTally) -> tuple[ArmReport, ...
                 cost_ratio=ratio,
                 break_even_acceptance=break_even(drafts, ratio) if drafts else 0.0,
                 tokens_per_step=tally.tokens(drafts) / max(tally.points, 1),
-                tokens_per_ms=tally.rate(drafts),
             )
         )
     return tuple(reports)

@@ -331,6 +331,8 @@ async def test_the_real_application_over_the_async_client() -> None:
         first = await client.chat("q", documents=[Document(text, "d")], temperature=0)
         again = await client.chat("r", documents=[Document(text, "d")], temperature=0)
         plain = await client.complete("prompt", max_tokens=5)
+        async with await client.stream_complete("prompt", max_tokens=5) as stream:
+            pieces = [piece async for piece in stream]
         with pytest.raises(InvalidRequest, match="temperature") as caught:
             await client.chat("q", temperature=-1)
         with pytest.raises(ModelNotFound):
@@ -339,6 +341,7 @@ async def test_the_real_application_over_the_async_client() -> None:
     assert (first.text, first.finish_reason) == ("Grüße, 世界 🌍", "stop")
     assert (first.cached_tokens, again.cached_tokens > 500) == (0, True)
     assert (plain.output_tokens, plain.finish_reason) == (5, "length")
+    assert "".join(pieces) == plain.text
     assert caught.value.field == "temperature"
 
 

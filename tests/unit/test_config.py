@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import rakv_cluster
 from rakv_cluster.config import Settings, load_settings
 from rakv_cluster.errors import ConfigError
 
@@ -132,3 +134,11 @@ def test_settings_cannot_change_and_every_one_is_described() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 1  # type: ignore[misc]  # the point of the test
     assert all(field.description for field in Settings.model_fields.values())
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    package = Path(rakv_cluster.__file__).parent
+    sources = "\n".join(file.read_text() for file in package.rglob("*.py"))
+    read = set(re.findall(r"\.(\w+)", sources))
+
+    assert sorted(set(Settings.model_fields) - read) == []
