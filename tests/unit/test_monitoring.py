@@ -124,7 +124,7 @@ def test_names_follow_prometheus_conventions() -> None:
 
 
 def test_a_replica_reports_every_figure_and_no_other() -> None:
-    arm = speculation.ArmReport(2, 1.2, 0.17, 1.5, 0.03)
+    arm = speculation.ArmReport(2, 1.2, 0.17, 1.5)
     reported = replica_figures(
         EngineStats(1, 2, 3, 4, 5.0, 6.0, 7.0, 8.0, 9, 10, Counters(finished={"stop": 1})),
         StoreStats(1, 2, 3, {"disk_hits": 4}),
