@@ -83,22 +83,25 @@ def holders(http: httpx.Client, document: str) -> set[str]:
 def test_documents_go_back_to_their_replica(http: httpx.Client) -> None:
     # One token: what prefill saves decides, not how fast each replica decoded its few requests so
     # far, which on a busy machine differs by more (then going elsewhere is right).
-    asked = {f"document{number}": body(f"document{number}", max_tokens=1) for number in range(6)}
-    for fields in asked.values():
-        http.post(CHAT, json=fields).raise_for_status()
-
-    back = []
-    for name, fields in [*asked.items()] * 2:
-        eventually(lambda name=name: bool(holders(http, name)), f"a replica holds {name}")
-        held = holders(http, name)
-        costs = {line["replica"]: cost_ms(line) for line in explained(http, name)["replicas"]}
-        answer = http.post(CHAT, json=fields).json()
-        # Where a stall made the holder look slow, or all hold it, any replica is right.
-        elsewhere = [ms for replica, ms in costs.items() if replica not in held]
-        if elsewhere and min(costs[replica] for replica in held) < min(elsewhere) / 2:
-            back.append(answer["rakv"]["tokens"]["ram"] > answer["usage"]["prompt_tokens"] / 2)
-    # One in a hundred explores; chance gives a third.
-    assert sum(back) >= len(back) * 2 / 3 >= 2, back
+    back: list[bool] = []
+    for batch in range(10):
+        names = [f"document{6 * batch + number}" for number in range(6)]
+        asked = {name: body(name, max_tokens=1) for name in names}
+        for fields in asked.values():
+            http.post(CHAT, json=fields).raise_for_status()
+        for name, fields in asked.items():
+            eventually(lambda name=name: bool(holders(http, name)), f"a replica holds {name}")
+            held = holders(http, name)
+            costs = {line["replica"]: cost_ms(line) for line in explained(http, name)["replicas"]}
+            answer = http.post(CHAT, json=fields).json()
+            # Where a stall made the holder look slow, or all hold it, any replica is right.
+            elsewhere = [ms for replica, ms in costs.items() if replica not in held]
+            if elsewhere and min(costs[replica] for replica in held) < min(elsewhere) / 2:
+                back.append(answer["rakv"]["tokens"]["ram"] > answer["usage"]["prompt_tokens"] / 2)
+        if len(back) >= 12:
+            break
+    # One in a hundred explores. Chance gives a third: two thirds of twelve once in fifty runs.
+    assert sum(back) >= len(back) * 2 / 3 >= 8, back
 
 
 def test_an_explanation_generates_nothing_and_adds_up(http: httpx.Client) -> None:
