@@ -21,11 +21,9 @@ from rakv_cluster.engine.keeping import Keeper
 from rakv_cluster.engine.packing import Part
 from rakv_cluster.engine.request import EngineRequest
 from rakv_cluster.engine.scheduler import (
-    Candidate,
     Share,
     StepLimits,
     TenantShares,
-    Waiter,
     choose_victim,
     next_admission,
     plan_step,
@@ -100,7 +98,10 @@ class EngineCore:
             eps=near_tie_eps,
         )
         self._limits = StepLimits(
-            settings.max_step_tokens, settings.min_prefill_tokens, settings.decode_gap_factor
+            settings.max_step_tokens,
+            settings.min_prefill_tokens,
+            settings.decode_gap_factor,
+            settings.background_step_tokens,
         )
         self._tenants = TenantShares()
         self._drafting = Drafting(speculator, max_step_tokens=settings.max_step_tokens)
@@ -136,9 +137,10 @@ class EngineCore:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Prompt tokens of all open requests whose KV is not there yet; any thread may ask."""
-        sequences = tuple(self._open.values())
-        return sum(max(each.prompt_tokens - each.length, 0) for each in sequences)
+        """Prompt tokens of all open requests whose KV is not there yet, but of those in the
+        background; any thread may ask."""
+        urgent = [each for each in tuple(self._open.values()) if not each.request.background]
+        return sum(max(each.prompt_tokens - each.length, 0) for each in urgent)
 
     @property
     def costs(self) -> CostView:
@@ -152,7 +154,7 @@ class EngineCore:
         """
         check_request(request, self._runner, self._pool)
         now_s = self._clock.monotonic_s()
-        return Sequence.create(request, sink, now_s, self._runner)
+        return Sequence.create(request, sink, now_s, self._runner, self._settings.background_s)
 
     def calibrate(self) -> None:
         """Measure a few forwards, so that costs are known from the start."""
@@ -247,16 +249,18 @@ class EngineCore:
         return polled.advanced
 
     def _admit(self) -> bool:
-        admitted = False
+        admitted, now_s = False, self._clock.monotonic_s()
         while self._waiting and self._seats_taken() < self._settings.max_running:
-            waiters = [
-                Waiter(each.arrival, each.request.tenant, each.preempted) for each in self._waiting
-            ]
+            waiters = [each.waiter(now_s) for each in self._waiting]
             index = next_admission(waiters, self._tenants.served)
             sequence = self._waiting[index]
             try:
                 buffer = self._pool.lease(self._lease_tokens(sequence))
             except MemoryError:
+                yielding = self._yielding(now_s)
+                if yielding and not waiters[index].background:
+                    self._preempt(self._active[max(yielding)])
+                    continue
                 if self._active:
                     break
                 # Nobody has any to give back: the device has less than the budget allows.
@@ -272,8 +276,9 @@ class EngineCore:
         return admitted
 
     def _seats_taken(self) -> int:
-        """Active requests but those that wait for another replica: they keep nobody out."""
-        return sum(not each.awaits_other_replica for each in self._active.values())
+        """Active requests but those that wait for another replica or give way to all others."""
+        now_s, active = self._clock.monotonic_s(), self._active.values()
+        return sum(not (each.awaits_other_replica or each.gives_way(now_s)) for each in active)
 
     def _lease_tokens(self, sequence: Sequence) -> int:
         """Known tokens and some room: output is usually far shorter than its limit."""
@@ -305,13 +310,18 @@ class EngineCore:
         self._counters.growths += 1
 
     def _make_room(self, needy: Sequence) -> None:
-        """Preempt one sequence; its KV is computed (or found in the store) again later."""
-        movable = [
-            each.arrival
-            for each in self._active.values()
-            if each.phase in (Phase.RUNNING, Phase.JOINING, Phase.AWAITING)
-        ]
-        victim = self._active[choose_victim(movable, needy.arrival)]
+        """Preempt a sequence, that ``needy`` may grow."""
+        movable = [each.arrival for each in self._active.values() if each.movable]
+        yielding = self._yielding(self._clock.monotonic_s())
+        self._preempt(self._active[choose_victim(movable, needy.arrival, yielding)])
+
+    def _yielding(self, now_s: float) -> list[int]:
+        """Numbers of active ones in the background whose memory others may have."""
+        active = self._active.items()
+        return [arrival for arrival, each in active if each.movable and each.gives_way(now_s)]
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Its KV is computed (or found in the store) again later."""
         self._keeper.keep_rest(victim, self._costs.view(self._clock.monotonic_s()))
         self._put_back(victim, kept_tokens=victim.length)
 
@@ -331,21 +341,13 @@ class EngineCore:
     # --- computing
 
     def _plan(self) -> tuple[Share, ...]:
+        now_s = self._clock.monotonic_s()
         candidates = [
-            Candidate(
-                arrival=each.arrival,
-                tenant=each.request.tenant,
-                position=each.length,
-                remaining=each.remaining,
-                streaming=each.first_token_s >= 0,
-                alone=each.replaying,
-            )
-            for each in self._active.values()
-            if each.phase is Phase.RUNNING
+            each.candidate(now_s) for each in self._active.values() if each.phase is Phase.RUNNING
         ]
         if not candidates:
             return ()
-        costs = self._costs.view(self._clock.monotonic_s())
+        costs = self._costs.view(now_s)
         seated = take_seats(candidates, self._settings.max_running)
         self._lone_turn = not self._lone_turn
         return plan_step(

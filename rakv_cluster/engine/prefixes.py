@@ -118,7 +118,9 @@ class Prefixes:
             return
         sequence.donor, sequence.donor_tokens = donor.sequence, donor.tokens
         sequence.phase = Phase.JOINING
-        if donor.sequence.length >= donor.tokens:
+        # Who blends goes on faster from what is there; what is in the background is late.
+        waits = not sequence.blends and not donor.sequence.request.background
+        if not waits or donor.sequence.length >= donor.tokens:
             self._take_share(sequence)
 
     def poll(self, sequences: Iterable[Sequence]) -> Polled:
@@ -245,6 +247,7 @@ class Prefixes:
             return
         self._watch_question(sequence)
         self._keeper.cover(sequence)
+        background = sequence.request.background
         job = LoadJob(
             prompt=sequence.chunked,
             buffer=sequence.buffer,
@@ -257,8 +260,9 @@ class Prefixes:
             price_loads=self._settings.price_loads,
             have=sequence.length,
             claimant=self._claimant(sequence),
-            # What a blended sequence computes is not stored: it claims nothing and waits for none.
-            prompt_tokens=0 if sequence.blends else sequence.prompt_tokens,
+            # What a blended sequence computes is not stored, what is in the background is late:
+            # both claim nothing and wait for none.
+            prompt_tokens=0 if sequence.blends or background else sequence.prompt_tokens,
             settle=self._saver.settle,
             wake=self._wake,
             blend=self._blend_of(sequence),

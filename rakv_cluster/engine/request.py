@@ -31,7 +31,8 @@ class EngineRequest:
     ``speculation`` changes how fast tokens come, never which. ``tenant`` and ``endpoint`` say whose
     and what sort of work it is. ``grammar``: what the output must follow, from
     :func:`~rakv_cluster.model.grammar.schema_grammar`; empty: nothing.
-    ``trace_id`` is the id under which logs speak of it.
+    ``trace_id`` is the id under which logs speak of it. Nobody waits for one in the ``background``:
+    it gives way to others.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class EngineRequest:
     speculation: SpeculationMode = "auto"
     grammar: str = ""
     trace_id: str = ""
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

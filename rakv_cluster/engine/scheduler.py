@@ -8,6 +8,8 @@ Order of service:
   oldest prompt, so none starves, the rest to the tenant served least and, within it, to the
   shortest remainder, so a short prompt does not wait behind a long one;
 - a sequence that must compute alone (a replay) has every other step;
+- what is in the background has steps, small ones, while nobody else has anything to compute; its
+  memory goes to others who need it, and it is admitted last;
 - at most ``max_running`` sequences take part in a step; streams keep their places;
 - requests are admitted one by one, preempted ones first, then by tenant served least, then in
   order of arrival. The next in line is never overtaken: one that waits for memory gets it.
@@ -26,7 +28,8 @@ class Candidate:
     """A sequence with tokens to compute: ``remaining`` of them from ``position`` on.
 
     ``arrival`` orders requests and identifies them; ``streaming`` says that it has emitted tokens.
-    One that is ``alone`` takes one token at a time in steps without others.
+    One that is ``alone`` takes one token at a time in steps without others. One in the
+    ``background`` gives way to all others.
     """
 
     arrival: int
@@ -35,6 +38,7 @@ class Candidate:
     remaining: int
     streaming: bool
     alone: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class StepLimits:
     max_step_tokens: int
     min_prefill_tokens: int
     gap_factor: float
+    background_step_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +66,18 @@ class Waiter:
     arrival: int
     tenant: str
     preempted: bool
+    background: bool = False
 
 
 def take_seats(candidates: Sequence[Candidate], seats: int) -> list[Candidate]:
-    """Who may take part in a step: streams before prompts, then the oldest.
+    """Who may take part in a step: streams before prompts, then the oldest. Those in the background
+    only if there are no others.
 
     There can be more than ``seats`` when requests come back that waited for another replica: they
     kept nobody out meanwhile.
     """
-    return sorted(candidates, key=lambda each: (not each.streaming, each.arrival))[:seats]
+    urgent = [each for each in candidates if not each.background] or candidates
+    return sorted(urgent, key=lambda each: (not each.streaming, each.arrival))[:seats]
 
 
 def plan_step(
@@ -111,6 +119,7 @@ def next_admission(waiters: Sequence[Waiter], served: Mapping[str, float]) -> in
     return min(
         range(len(waiters)),
         key=lambda index: (
+            waiters[index].background,
             not waiters[index].preempted,
             0.0 if waiters[index].preempted else served.get(waiters[index].tenant, 0.0),
             waiters[index].arrival,
@@ -118,13 +127,14 @@ def next_admission(waiters: Sequence[Waiter], served: Mapping[str, float]) -> in
     )
 
 
-def choose_victim(arrivals: Sequence[int], needy: int) -> int:
+def choose_victim(arrivals: Sequence[int], needy: int, background: Sequence[int] = ()) -> int:
     """Who gives up its KV memory when sequence ``needy`` must grow and none is free.
 
-    The youngest, which may be ``needy`` itself; so the oldest always finishes, and preemption
-    cannot go round in circles.
+    The youngest of those in the ``background``, if there is one. Else the youngest of all, which
+    may be ``needy`` itself; so the oldest always finishes, and preemption cannot go round in
+    circles.
     """
-    return max([*arrivals, needy])
+    return max(background or [*arrivals, needy])
 
 
 class TenantShares:
@@ -169,6 +179,8 @@ def _prefill_budget(
     many: the budget doubles as long as twice as many are measured to fit, and what fits beyond that
     costs what these did, each, up to twice as many.
     """
+    if oldest.background:
+        return limits.background_step_tokens
     streams = sum(each.streaming for each in singles)
     if not streams:
         return limits.max_step_tokens

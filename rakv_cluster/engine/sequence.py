@@ -11,6 +11,7 @@ from enum import Enum
 import numpy as np
 
 from rakv_cluster.engine.request import EngineEvent, EngineRequest, RequestStats, VerifiedBlocks
+from rakv_cluster.engine.scheduler import Candidate, Waiter
 from rakv_cluster.engine.text import TextStream
 from rakv_cluster.kv.buffer import KvBuffer, Positions, no_positions
 from rakv_cluster.model.drift import NO_DRIFT, Drift
@@ -58,7 +59,8 @@ class Sequence:
     the rest becomes so.
 
     It may hold leases of ``lease_s`` on the chunks ``claimed``, renewed at ``renew_at_s``, and
-    waits for those of others until ``flight_until_s`` (below 0: never had to).
+    waits for those of others until ``flight_until_s`` (below 0: never had to). Until
+    ``background_until_s`` it gives way to others.
     """
 
     request: EngineRequest
@@ -99,14 +101,21 @@ class Sequence:
     blocks: Counter[tuple[int, int]] = field(default_factory=Counter)
     one_by_one: int = 0
     replaying: bool = False
+    background_until_s: float = float("-inf")
 
     @classmethod
     def create(
-        cls, request: EngineRequest, sink: Sink, submitted_s: float, runner: Runner
+        cls,
+        request: EngineRequest,
+        sink: Sink,
+        submitted_s: float,
+        runner: Runner,
+        background_s: float = 0.0,
     ) -> Sequence:
         """A waiting sequence; forced tokens count as output that is known already.
 
-        Its rule decides on logits of ``runner``, where these are."""
+        One in the background gives way to others for ``background_s``. Its rule decides on logits
+        of ``runner``, where these are."""
         prompt_ids = request.prompt.token_ids
         known = len(prompt_ids) + len(request.forced_ids)
         ids = np.empty(len(prompt_ids) + max(request.max_tokens, len(request.forced_ids)), np.int64)
@@ -124,6 +133,7 @@ class Sequence:
             count=known,
             chunked=request.prompt,
             use_store=request.reuse is not ReuseMode.OFF,
+            background_until_s=submitted_s + background_s if request.background else float("-inf"),
         )
 
     @property
@@ -212,6 +222,32 @@ class Sequence:
             self.to_compute = blended.to_compute
             self.exact_until = min(self.exact_until, blended.first)
             self.buffer.length = int(blended.to_compute[0])
+
+    @property
+    def movable(self) -> bool:
+        """Whether its memory can be taken: no thread writes to it."""
+        return self.phase in (Phase.RUNNING, Phase.JOINING, Phase.AWAITING)
+
+    def gives_way(self, now_s: float) -> bool:
+        """Whether others go first: nobody waits for it, and it has not waited long."""
+        return now_s < self.background_until_s
+
+    def waiter(self, now_s: float) -> Waiter:
+        """What the scheduler sees of it while it waits."""
+        yields = self.gives_way(now_s)
+        return Waiter(self.arrival, self.request.tenant, self.preempted, yields)
+
+    def candidate(self, now_s: float) -> Candidate:
+        """What the scheduler sees of it while it runs."""
+        return Candidate(
+            arrival=self.arrival,
+            tenant=self.request.tenant,
+            position=self.length,
+            remaining=self.remaining,
+            streaming=self.first_token_s >= 0,
+            alone=self.replaying,
+            background=self.gives_way(now_s),
+        )
 
     @property
     def awaits_other_replica(self) -> bool:

@@ -21,6 +21,8 @@ class EngineSettings:
     computing is expected to be faster (to measure what pricing is worth). After
     ``failure_limit`` steps in a row without one successful forward the engine is unhealthy.
     ``flight`` bounds the wait for another replica that computes the same prefix.
+    A request in the background has steps, of ``background_step_tokens``, while no other could use
+    them; so long as it may delay others. After ``background_s`` it is one like others.
     """
 
     kv_budget_bytes: int = 2 << 30
@@ -39,6 +41,8 @@ class EngineSettings:
     share_across_classes: bool = False
     price_loads: bool = True
     failure_limit: int = 3
+    background_step_tokens: int = 32
+    background_s: float = 60.0
     flight: FlightLimits = field(default_factory=FlightLimits)
 
     def __post_init__(self) -> None:
@@ -52,10 +56,11 @@ class EngineSettings:
             "growth_tokens",
             "loader_threads",
             "failure_limit",
+            "background_step_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", field=name)
-        for name in ("load_deadline_s", "join_s", "settle_s", "save_queue_bytes"):
+        for name in ("load_deadline_s", "join_s", "settle_s", "save_queue_bytes", "background_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", field=name)
         if self.decode_gap_factor < 1:

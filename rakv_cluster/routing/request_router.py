@@ -202,7 +202,7 @@ class ExpectedTimeRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray
             asked, by_name.keys() - ticket.avoid or by_name, exploring=not ticket.trial
         )
         ticket.scored(decision)
-        if not ticket.trial:
+        if not ticket.trial and not request.background:
             best = decision.order[0]
             self._policy.book(asked, decision, best)
             if request.request_id not in self._booked:

@@ -1,7 +1,8 @@
 """Blended answers checked against full recompute, off the critical path, and blending shut off.
 
 The first blended requests of each budget are audited, then one in a hundred: once such a request
-has ended, its prompt is computed exactly and the two distributions of its first token compared.
+has ended, its prompt is computed exactly, in the background, and the two distributions of its first
+token compared.
 Where the audited divergence exceeds what the budget allows, later requests of that budget are
 computed exactly and say so. An audit's exact run also stores the prompt's KV and teaches which of
 its tokens are sensitive.
@@ -164,6 +165,7 @@ class AuditedBackend:
             max_tokens=1,
             min_tokens=0,
             top_logprobs=COMPARED_TOKENS,
+            background=True,
         )
         found: tuple[TokenLogprob, ...] = ()
         try:

@@ -191,7 +191,8 @@ class Replica:
         replica until then it did take."""
         REQUEST_ID.set(request.trace_id)
         if event.finish is not None and event.stats is not None:
-            self._reporter.ended(request, event.stats)
+            if not request.background:  # that gave way to others, and does again
+                self._reporter.ended(request, event.stats)
             _log_end(request, event.finish, event.stats)
 
     def _forget(self, keys: Sequence[bytes]) -> None:

@@ -44,6 +44,7 @@ class Ask:
     recompute: float
     tenant: str
     speculation: SpeculationMode
+    background: bool
 
     @property
     def segments(self) -> list[list[int]]:
@@ -72,6 +73,7 @@ asks = st.builds(
     recompute=st.sampled_from([0.0, 0.3, 1.0]),
     tenant=st.sampled_from(["a", "b"]),
     speculation=st.sampled_from(SPECULATION_MODES),
+    background=st.sampled_from([False, False, True]),
 )
 actions = st.lists(
     st.sampled_from(["arrive"] * 3 + ["step"] * 6 + ["load", "save", "cancel", "delete", "hang"]),
@@ -88,6 +90,8 @@ engine_settings = st.builds(
     growth_tokens=st.sampled_from([1, GRANULE]),
     join_s=st.sampled_from([0.02, 30.0]),
     load_deadline_s=st.just(1.0),
+    background_step_tokens=st.sampled_from([1, 16]),
+    background_s=st.sampled_from([0.02, 60.0]),
 )
 
 
@@ -128,6 +132,7 @@ class Mix:
                 blend=BlendWish(recompute=ask.recompute),
                 tenant=ask.tenant,
                 speculation=ask.speculation,
+                background=ask.background,
             )
             self.answers.append((ask, recording))
         elif action == "step":

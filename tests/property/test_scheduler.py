@@ -118,7 +118,9 @@ def test_a_prompt_beside_streams_keeps_the_step_within_the_gap(
 
 
 def test_what_was_too_slow_at_this_context_is_not_granted_for_being_quick_at_another() -> None:
-    bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0)
+    bounds = StepLimits(
+        max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0, background_step_tokens=32
+    )
     measured = Costs(step_tokens=512)
     measured.observe_decode(1, 14.0)
     for rows in (16, 32, 64):
@@ -132,7 +134,9 @@ def test_what_was_too_slow_at_this_context_is_not_granted_for_being_quick_at_ano
 
 
 def test_a_prompt_gets_all_that_fits_by_what_as_many_tokens_cost() -> None:
-    bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0)
+    bounds = StepLimits(
+        max_step_tokens=512, min_prefill_tokens=8, gap_factor=3.0, background_step_tokens=32
+    )
     measured = Costs(step_tokens=512)
     measured.observe_decode(1, 14.0)
     measured.observe_prefill(3000, 10, 25.0)
@@ -145,7 +149,9 @@ def test_a_prompt_gets_all_that_fits_by_what_as_many_tokens_cost() -> None:
 
 
 def test_without_streams_a_prompt_gets_the_whole_step() -> None:
-    bounds = StepLimits(max_step_tokens=512, min_prefill_tokens=16, gap_factor=3.0)
+    bounds = StepLimits(
+        max_step_tokens=512, min_prefill_tokens=16, gap_factor=3.0, background_step_tokens=32
+    )
 
     (share,) = plan_step([Candidate(0, "a", 0, 4000, False)], {}, bounds, costs())
 
@@ -153,7 +159,9 @@ def test_without_streams_a_prompt_gets_the_whole_step() -> None:
 
 
 def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
-    bounds = StepLimits(max_step_tokens=100, min_prefill_tokens=16, gap_factor=3.0)
+    bounds = StepLimits(
+        max_step_tokens=100, min_prefill_tokens=16, gap_factor=3.0, background_step_tokens=32
+    )
     prompts = [Candidate(0, "a", 0, 4000, False), Candidate(1, "a", 0, 40, False)]
 
     shares = {share.arrival: share.tokens for share in plan_step(prompts, {}, bounds, costs())}
@@ -162,7 +170,9 @@ def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
 
 
 def test_spare_prompt_tokens_go_to_the_tenant_served_least() -> None:
-    bounds = StepLimits(max_step_tokens=100, min_prefill_tokens=16, gap_factor=3.0)
+    bounds = StepLimits(
+        max_step_tokens=100, min_prefill_tokens=16, gap_factor=3.0, background_step_tokens=32
+    )
     prompts = [Candidate(n, t, 0, 4000, False) for n, t in enumerate("aab")]
 
     shares = plan_step(prompts, {"a": 500.0, "b": 10.0}, bounds, costs())

@@ -150,7 +150,7 @@ def test_a_replay_has_every_other_step(turn: bool, expected: tuple[Share, ...]) 
     replay = Candidate(3, "", 25, 6, streaming=True, alone=True)
     later = Candidate(4, "", 25, 6, streaming=True, alone=True)
     costs = Costs(step_tokens=64).view(0.0)
-    limits = StepLimits(64, 16, 3.0)
+    limits = StepLimits(64, 16, 3.0, 32)
 
     assert plan_step([stream, later, replay], {}, limits, costs, lone_turn=turn) == expected
     assert plan_step([replay, later], {}, limits, costs, lone_turn=False) == (Share(3, 1),)
