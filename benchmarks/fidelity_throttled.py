@@ -27,7 +27,7 @@ from rakv_cluster.types import ReuseMode, Tier
 BYTES_PER_S = 2_000_000
 """Some tenth of the speed below which loading SmolLM2's KV takes longer than computing it."""
 
-ROUNDS = 9
+ROUNDS = 25
 ALLOWED = 1.02
 BASE = Arm("no cache", ReuseMode.OFF)
 ARMS = (

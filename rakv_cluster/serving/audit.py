@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 COMPARED_TOKENS = 20
 _MOST_BUDGETS = 64
+_TIMEOUT_S = 600.0
+"""Longer than what gives way to others has to wait, whatever time its request had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class AuditedBackend:
             max_tokens=1,
             min_tokens=0,
             top_logprobs=COMPARED_TOKENS,
+            timeout_s=_TIMEOUT_S,
             background=True,
         )
         found: tuple[TokenLogprob, ...] = ()

@@ -84,12 +84,14 @@ async def test_the_first_requests_are_audited_and_then_some() -> None:
     backend = AuditedBackend(replicas, ServiceMetrics(), SETTINGS)
 
     for number in range(20):
-        events = await answered(backend, blend(number))
+        events = await answered(backend, blend(number, timeout_s=2.0))
         assert all(event.logprobs == () for event in events)
 
     assert audited(replicas.asked) == 5 + 2
     exact = next(r for r in replicas.asked if r.request_id.endswith("-audit"))
     assert (exact.reuse, exact.max_tokens) == (ReuseMode.EXACT, 1)
+    assert exact.background, "nobody waits for it"
+    assert exact.timeout_s > 60, "it may have to wait long, and its request had little time"
 
 
 async def test_answers_too_far_off_shut_their_budget_and_no_other() -> None:
