@@ -51,14 +51,17 @@ class AttentionWatch:
         self, queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, window: int | None
     ) -> None:
         stop = int(rows[-1]) + 1
-        slots = torch.arange(stop, device=rows.device)
+        # Without a window all rows see what stands before the first of them.
+        first = int(rows[0]) if window is None else 0
+        slots = torch.arange(first, stop, device=rows.device)
         hidden = slots > rows[:, None]
         if window is not None:
             hidden |= slots <= rows[:, None] - window
         heads, count, size = queries.shape
         folded = queries.reshape(keys.shape[0], -1, size)
         scores = folded @ keys[:, :stop].float().transpose(1, 2)
-        scores = scores.view(heads, count, stop).masked_fill_(hidden, float("-inf"))
+        scores = scores.view(heads, count, stop)
+        scores[..., first:].masked_fill_(hidden, float("-inf"))
         self._reserve(stop, scores.device)
         self._sums[:stop] += scores.softmax(-1).amax(0).sum(0)
         self.rows += count
