@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rakv_cluster.engine.scheduler import Waiter, choose_victim, next_admission
@@ -16,13 +18,20 @@ from rakv_cluster.types import FinishReason, ReuseMode
 GRANULE = 8
 
 
-def harness(*, stored: bool = False, **fields: float) -> tuple[EngineHarness, FakeRunner]:
+SETTINGS = EngineSettings(
+    kv_granule_tokens=GRANULE,
+    growth_tokens=1,
+    max_step_tokens=64,
+    max_running=2,
+    background_step_tokens=4,
+)
+
+
+def harness(
+    settings: EngineSettings = SETTINGS, *, stored: bool = False
+) -> tuple[EngineHarness, FakeRunner]:
     clock = ManualClock()
     runner = FakeRunner(clock=clock)
-    settings = EngineSettings(
-        kv_granule_tokens=GRANULE, growth_tokens=1, max_step_tokens=64, max_running=2,
-        background_step_tokens=4, **fields,  # type: ignore[arg-type]  # passed through
-    )  # fmt: skip
     store = MemoryStore(1 << 20, clock) if stored else NullStore()
     return EngineHarness(runner, store, clock, settings=settings), runner
 
@@ -59,7 +68,7 @@ def test_it_stands_still_beside_others_and_takes_no_seat() -> None:
 
 
 def test_after_a_while_it_is_one_like_others() -> None:
-    engine, _ = harness(background_s=1.0)
+    engine, _ = harness(replace(SETTINGS, background_s=1.0))
     background = engine.ask(engine.prompt(text(1, 40)), 1, background=True)
     engine.step()
     engine.clock.advance(1.0)
@@ -71,7 +80,7 @@ def test_after_a_while_it_is_one_like_others() -> None:
 
 
 def test_its_memory_goes_to_who_needs_it() -> None:
-    engine, runner = harness(kv_budget_bytes=6 * GRANULE * 32)
+    engine, runner = harness(replace(SETTINGS, kv_budget_bytes=6 * GRANULE * 32))
     background = engine.ask(engine.prompt(text(1, 40)), 1, background=True)
     engine.step()
     other = engine.ask(engine.prompt(text(2, 30)), 10)

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -29,6 +30,11 @@ async def never() -> None:
 async def lost() -> None:
     """A replica that dies."""
     raise ReplicaLost("gone")
+
+
+async def lost_after(event: asyncio.Event) -> None:
+    await event.wait()
+    await lost()
 
 
 @dataclass
@@ -105,16 +111,12 @@ def test_one_that_dies_is_out_of_the_race() -> None:
     async def run() -> list[int]:
         go = asyncio.Event()
 
-        async def first() -> None:
-            await go.wait()
-            await lost()
-
         async def second() -> None:
             go.set()
             for _ in range(9):
                 await asyncio.sleep(0)
 
-        replicas.plans = [first, second]
+        replicas.plans = [partial(lost_after, go), second]
         return await tokens(replicas.race())
 
     replicas = Replicas([])
@@ -126,15 +128,11 @@ def test_nobody_wins_a_race_that_both_die_in() -> None:
     async def run() -> None:
         go = asyncio.Event()
 
-        async def first() -> None:
-            await go.wait()
-            await lost()
-
         async def second() -> None:
             go.set()
             await lost()
 
-        replicas.plans = [first, second]
+        replicas.plans = [partial(lost_after, go), second]
         with pytest.raises(ReplicaLost):
             await tokens(replicas.race())
 
